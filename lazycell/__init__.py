@@ -1,0 +1,26 @@
+"""Lazy parameters for MindSpore: only what ``construct`` uses is allocated, trained and reported."""
+
+from lazycell._cell import LazyCell, materialize, optional, release, track
+from lazycell._errors import LazyCellError, LazyCellWarning, UntouchedError, UntouchedWarning, UnusedLayerWarning
+from lazycell._registry import LayerRecord, LayerRegistry, LayerState, TouchedParameters, registry, trainable_params
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LayerRecord",
+    "LayerRegistry",
+    "LayerState",
+    "LazyCell",
+    "LazyCellError",
+    "LazyCellWarning",
+    "TouchedParameters",
+    "UntouchedError",
+    "UntouchedWarning",
+    "UnusedLayerWarning",
+    "materialize",
+    "optional",
+    "registry",
+    "release",
+    "track",
+    "trainable_params",
+]

@@ -1,0 +1,7 @@
+"""``python -m lazycell``."""
+
+import sys
+
+from lazycell._cli import main
+
+sys.exit(main())

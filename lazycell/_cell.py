@@ -1,0 +1,143 @@
+"""LazyCell, and what can be asked of a tracked cell."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from mindspore import nn
+
+from lazycell import _construction, _deferral, _tracking
+from lazycell._registry import TouchedParameters, require_cell, require_tracked, trainable_params
+
+C = TypeVar("C", bound=nn.Cell)
+
+
+class LazyCell(nn.Cell):  # type: ignore[misc]
+    """A drop-in for ``nn.Cell`` whose parameters are materialized at the first use inside ``construct``.
+
+    From the first line of its ``__init__`` on, every parameter built, by whichever layer, knows its name, shape,
+    dtype and initial values but holds no memory. Values are bit-identical to those of plain ``nn.Cell`` under the
+    same seed, in whatever order layers come to be used.
+
+    Args:
+        auto_prefix: As in ``nn.Cell``.
+        flags: As in ``nn.Cell``.
+
+    Example:
+        >>> import lazycell, mindspore as ms
+        >>> from mindspore import nn
+        >>> class Net(lazycell.LazyCell):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.body = nn.Dense(3, 2)
+        ...         self.head = lazycell.optional(nn.Dense(2, 1))
+        ...     def construct(self, x, with_head=False):
+        ...         x = self.body(x)
+        ...         return self.head(x) if with_head else x
+        >>> net = Net()
+        >>> y = net(ms.ops.ones((1, 3)))
+        >>> [p.name for p in net.trainable_params()]
+        ['body.weight', 'body.bias']
+        >>> y = net(ms.ops.ones((1, 3)), True)
+        >>> [p.name for p in net.trainable_params()]
+        ['body.weight', 'body.bias', 'head.weight', 'head.bias']
+    """
+
+    __module__ = "lazycell"
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        _construction.prepare(cls)
+        return super().__new__(cls, *args, **kwargs)
+
+    def __init__(self, auto_prefix: bool = True, flags: dict[str, Any] | None = None) -> None:
+        super().__init__(auto_prefix, flags)
+
+    def trainable_params(self, recurse: bool = True) -> TouchedParameters:
+        """The touched parameters that require a gradient; see `lazycell.trainable_params`."""
+        return trainable_params(self, recurse)
+
+
+def track(cell: C) -> C:
+    """Adopt an already built plain ``nn.Cell``: from now on it is known what of it is used.
+
+    Its parameters have storage already; `release` frees that of the unused ones.
+
+    Args:
+        cell: Any cell. Layers that were called before count as used.
+
+    Returns:
+        The same cell.
+
+    Raises:
+        TypeError: ``cell`` is no cell.
+
+    Example:
+        >>> import lazycell, mindspore as ms
+        >>> from mindspore import nn
+        >>> net = lazycell.track(nn.CellList([nn.Dense(3, 2), nn.Dense(3, 2)]))
+        >>> y = net[0](ms.ops.ones((1, 3)))
+        >>> lazycell.release(net)
+        32
+    """
+    _tracking.adopt(require_cell(cell))
+    return cell
+
+
+def materialize(cell: nn.Cell) -> None:
+    """Allocate every deferred parameter of a cell and of all below it now; nothing counts as used by that.
+
+    Raises:
+        TypeError: ``cell`` is no cell.
+    """
+    for current in list(_tracking.subtree(require_cell(cell))):
+        for parameter in _tracking.own_parameters(current) + _tracking.hidden_parameters(current):
+            _deferral.materialize(parameter)
+
+
+def release(cell: nn.Cell) -> int:
+    """Free the storage of the untouched parameters of a cell and of all below it.
+
+    Nothing is lost: a released parameter is deferred, and comes back bit for bit when it is used. Values that no
+    initializer can reproduce wait in an unnamed temporary file (in ``TMPDIR``).
+
+    Args:
+        cell: A `LazyCell`, or any cell that holds tracked ones.
+
+    Returns:
+        The number of bytes freed.
+
+    Raises:
+        TypeError: ``cell`` is no cell.
+        LazyCellError: Nothing in it is tracked.
+    """
+    stores: list[_deferral.ValueStore] = []
+
+    def store() -> _deferral.ValueStore:
+        if not stores:
+            stores.append(_deferral.ValueStore())
+        return stores[0]
+
+    freed = 0
+    for current in list(_tracking.subtree(require_tracked(cell))):
+        if _tracking.state_of(current) is not None:
+            for parameter in _tracking.own_parameters(current):
+                if _tracking.can_be_released(parameter) and _deferral.drop(parameter, store):
+                    freed += parameter.nbytes
+    return freed
+
+
+def optional(cell: C) -> C:
+    """Declare that a cell may stay unused: neither it nor anything below it is warned of.
+
+    Args:
+        cell: Any cell.
+
+    Returns:
+        The same cell, so that it can be used in an assignment.
+
+    Raises:
+        TypeError: ``cell`` is no cell.
+    """
+    _tracking.adopt(require_cell(cell))
+    _tracking.begin(cell).optional = True
+    return cell

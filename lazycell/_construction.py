@@ -1,0 +1,98 @@
+"""From the outermost ``LazyCell.__init__`` on: defer what is built, and watch it once it stands."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mindspore import Parameter, nn
+
+from lazycell import _deferral, _tracking
+from lazycell import _mindspore as internals
+
+_MARK = "_lazycell_constructing"
+
+
+class _Construction(threading.local):
+    """What the outermost constructor of this thread has built so far."""
+
+    depth = 0
+    cells: list[nn.Cell]
+    parameters: list[Parameter]
+    store: _deferral.ValueStore | None = None
+
+    def get_store(self) -> _deferral.ValueStore:
+        """One file per construction, made when the first value needs it."""
+        if self.store is None:
+            self.store = _deferral.ValueStore()
+        return self.store
+
+
+_current = _Construction()
+
+
+def _on_cell(cell: nn.Cell) -> None:
+    _tracking.begin(cell)
+    _current.cells.append(cell)
+
+
+def _on_parameter(parameter: Parameter) -> None:
+    _deferral.defer(parameter, _current.get_store)
+    _current.parameters.append(parameter)
+
+
+_hooks = internals.ConstructionHooks(lambda: _current.depth > 0, _on_cell, _on_parameter)
+
+
+@contextmanager
+def constructing() -> Iterator[None]:
+    """Defer every parameter that this thread builds inside; nested uses belong to the outermost one."""
+    if _current.depth:
+        _current.depth += 1
+        try:
+            yield
+        finally:
+            _current.depth -= 1
+        return
+    _current.cells, _current.parameters, _current.store = [], [], None
+    with _hooks.open():
+        _current.depth = 1
+        try:
+            yield
+        finally:
+            _current.depth = 0
+            cells, parameters = _current.cells, _current.parameters
+            del _current.cells, _current.parameters, _current.store
+    _finish(cells, parameters)
+
+
+def _finish(cells: list[nn.Cell], parameters: list[Parameter]) -> None:
+    for cell in cells:
+        _tracking.watch(cell)
+    for parameter in parameters:  # what a constructor filled by itself, as norms do with ones and zeros
+        _deferral.drop(parameter)
+    if not internals.OPERATORS_ASK:
+        # Older MindSpore hands parameters to operators unseen. One that no cell keeps would reach them
+        # without values.
+        kept = {id(p) for cell in cells for p in _tracking.own_parameters(cell) + _tracking.hidden_parameters(cell)}
+        for parameter in parameters:
+            if id(parameter) not in kept:
+                _deferral.materialize(parameter)
+
+
+def prepare(cls: type) -> None:
+    """Let a class's ``__init__``, from its first line to its last, count as construction."""
+    init: Callable[..., None] = cls.__init__  # type: ignore[misc]
+    if hasattr(init, _MARK):
+        return
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        with constructing():
+            init(self, *args, **kwargs)
+
+    setattr(__init__, _MARK, True)
+    cls.__init__ = __init__  # type: ignore[misc]

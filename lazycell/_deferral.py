@@ -1,0 +1,234 @@
+"""Build parameters without storage, and materialize them bit-identically.
+
+A deferred parameter is an ordinary ``Parameter`` that holds an initializer and no memory. Its class is
+swapped for a subclass that lets shape, dtype and other metadata through, and materializes the
+parameter before anything reads or writes its values. Materializing puts the class back.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+from mindspore import Parameter, Tensor
+
+from lazycell import _mindspore as internals
+
+_lock = threading.RLock()
+_classes: dict[type, type] = {}
+
+
+class _Deferred:
+    """What a deferred parameter does differently from the native class it is mixed into."""
+
+    __slots__ = ()
+    _lazycell_native: type
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "data":
+            return self
+        if internals.needs_values(name, sys._getframe(1)):
+            read(cast(Parameter, self))
+            return getattr(self, name)
+        return super().__getattribute__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "data":
+            read(cast(Parameter, self))
+        super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        init = copy.deepcopy(self.init_mode.init, memo)
+        return _become_deferred(internals.parameter_without_storage(init, cast(Parameter, self)))
+
+    def init_data(self, layout: Any = None, set_sliced: bool = False) -> Parameter:
+        """Materialize; what MindSpore calls to fill a parameter it finds without values."""
+        materialize(cast(Parameter, self))
+        return cast(Parameter, self)
+
+    def assign_value(self, value: Tensor) -> Parameter:
+        """Take values without drawing the initial ones first."""
+        with _lock:
+            parameter = cast(Parameter, self)
+            if is_deferred(parameter):
+                internals.assign_storage(self._lazycell_native, parameter, value)
+                _become_native(parameter)
+                return parameter
+        return parameter.assign_value(value)
+
+    def set_data(self, data: Any, slice_shape: bool = False) -> Parameter:
+        """Take values, or another initializer, which is then drawn at this point of the random stream."""
+        parameter = cast(Parameter, self)
+        if _is_initializer_for(data, parameter):
+            if internals.record_draw(data):
+                parameter.init_mode = internals.tensor_without_storage(data.shape, data.dtype, data.init)
+                return parameter
+            data.init_data()
+        if not isinstance(data, Tensor) or data.shape != parameter.shape or data.dtype != parameter.dtype:
+            materialize(parameter)  # to be converted or refused, as MindSpore does it
+            return parameter.set_data(data, slice_shape)
+        parameter.assign_value(data)
+        parameter.sliced = slice_shape
+        return parameter
+
+
+def _is_initializer_for(data: Any, parameter: Parameter) -> bool:
+    if not isinstance(data, Tensor) or is_deferred(data):
+        return False
+    return data.has_init and data.shape == parameter.shape and data.dtype == parameter.dtype
+
+
+def _value_method(name: str) -> Callable[..., Any]:
+    def method(self: Parameter, *args: Any, **kwargs: Any) -> Any:
+        read(self)
+        return getattr(type(self), name)(self, *args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+def _deferred_class(native: type) -> type:
+    if native not in _classes:
+        namespace: dict[str, Any] = {name: _value_method(name) for name in internals.value_dunders(native)}
+        namespace |= {"__slots__": (), "_lazycell_native": native}
+        namespace |= {"__module__": native.__module__, "__qualname__": native.__qualname__, "__doc__": native.__doc__}
+        namespace |= {"__hash__": native.__hash__}  # defining __eq__ alone would take it away
+        _classes[native] = type(native.__name__, (_Deferred, native), namespace)
+    return _classes[native]
+
+
+def _become_deferred(parameter: Parameter) -> Parameter:
+    parameter.__class__ = _deferred_class(type(parameter))
+    return parameter
+
+
+def _become_native(parameter: Parameter) -> None:
+    parameter.__class__ = type(parameter)._lazycell_native
+
+
+def is_deferred(parameter: Any) -> bool:
+    """Whether a parameter has name, shape, dtype and initializer, but no storage."""
+    return issubclass(type(parameter), _Deferred)
+
+
+def materialize(parameter: Parameter) -> None:
+    """Give a parameter its storage and its initial values; the object stays the same.
+
+    Raises:
+        Exception: Whatever the initializer raises; the parameter stays deferred then.
+    """
+    with _lock:
+        if is_deferred(parameter):
+            # The class goes back last, so that no other thread can meet a native class without values.
+            internals.fill_storage(type(parameter)._lazycell_native, parameter)
+            _become_native(parameter)
+
+
+def read(parameter: Parameter) -> None:
+    """Values are about to be used somewhere that no cell can see."""
+    on_read(parameter)
+
+
+on_read: Callable[[Parameter], None] = materialize  # _tracking puts its own here, which also touches
+
+
+# ---------------------------------------------------------------------------------------------
+# Deferring
+
+
+class ValueStore:
+    """Values that no initializer can reproduce, kept in an unnamed temporary file until they are needed.
+
+    The file lives in the directory of Python's ``tempfile`` (``TMPDIR``) and is gone with the last
+    parameter that refers to it.
+    """
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(prefix="lazycell-")  # noqa: SIM115  (closed when collected)
+        self._lock = threading.Lock()
+
+    def put(self, array: np.ndarray[Any, Any]) -> Callable[[np.ndarray[Any, Any]], None]:
+        """Store an array; the function returned writes it back into one of the same shape and dtype."""
+        with self._lock:
+            offset = self._file.seek(0, os.SEEK_END)
+            self._file.write(memoryview(array.reshape(-1).view(np.uint8)))
+            self._file.flush()
+
+        def get(target: np.ndarray[Any, Any]) -> None:
+            flat = np.empty(target.nbytes, np.uint8)
+            with self._lock:
+                self._file.seek(offset)
+                if self._file.readinto(memoryview(flat)) != target.nbytes:  # type: ignore[attr-defined]
+                    raise OSError("the temporary file that held a parameter's values was cut short")
+            target[...] = flat.view(target.dtype).reshape(target.shape)
+
+        return get
+
+
+def _is_one_value(flat: np.ndarray[Any, Any]) -> bool:
+    """Whether all elements have the same bits (so that NaN equals NaN, and 0.0 differs from -0.0)."""
+    raw = flat.view(np.uint8).reshape(flat.size, flat.itemsize)
+    return bool((raw[-1] == raw[0]).all() and (raw == raw[0]).all())
+
+
+def _kept_values(parameter: Parameter, store: Callable[[], ValueStore]) -> internals.KeptValues | None:
+    """An initializer that brings a parameter's present values back, or None where there can be none."""
+    array = np.ascontiguousarray(parameter.asnumpy())
+    if not array.size or array.nbytes != parameter.nbytes:  # a dtype that NumPy stores otherwise
+        return None
+    flat = array.reshape(-1)
+    if _is_one_value(flat):
+        value = flat[:1].copy()
+        return internals.KeptValues(lambda target: target.fill(value[0]))
+    try:
+        return internals.KeptValues(store().put(array))
+    except OSError:  # no room: the values stay in memory
+        return None
+
+
+def _no_store() -> ValueStore:
+    raise OSError("values are to be kept in memory")
+
+
+def drop(parameter: Parameter, store: Callable[[], ValueStore] = _no_store) -> bool:
+    """Free a materialized parameter's memory, its values kept where they can be brought back from.
+
+    Args:
+        parameter: A parameter with storage.
+        store: Gives the file to put values in; asked only if one is needed. Without it, only a parameter
+            whose elements are all the same is dropped.
+
+    Returns:
+        Whether the memory was freed.
+    """
+    with _lock:
+        init = None if is_deferred(parameter) else _kept_values(parameter, store)
+        if init is None:
+            return False
+        internals.drop_storage(parameter, init)
+        _become_deferred(parameter)
+        return True
+
+
+def defer(parameter: Parameter, store: Callable[[], ValueStore]) -> None:
+    """Defer a parameter that was just built, whatever it was built from.
+
+    One built from an initializer holds no memory yet: its seed is drawn now, as plain MindSpore
+    would. One built from data, or from an initializer that draws in ways of its own, gives its memory back.
+    """
+    if not internals.can_be_deferred(parameter):
+        return
+    internals.guard_operators(is_deferred, read)
+    if internals.is_without_storage(parameter) and internals.record_draw(parameter.init_mode):
+        tensor = parameter.init_mode  # may be shared with other parameters; each needs its own
+        parameter.init_mode = internals.tensor_without_storage(tensor.shape, tensor.dtype, tensor.init)
+        _become_deferred(parameter)
+    else:
+        parameter.init_data()
+        drop(parameter, store)

@@ -1,0 +1,81 @@
+"""Exceptions, warnings, and the line of the user's code they point at."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import mindspore
+
+if TYPE_CHECKING:
+    from lazycell._registry import LayerRecord
+
+_LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, str(mindspore.__file__))
+)
+
+
+class LazyCellError(RuntimeError):
+    """Something asked of lazycell can't be done; the message says what to do instead."""
+
+    __module__ = "lazycell"
+
+
+class UntouchedError(LazyCellError):
+    """The touched parameters were needed before any forward pass had touched one."""
+
+    __module__ = "lazycell"
+
+
+class LazyCellWarning(UserWarning):
+    """Base of lazycell's warnings: the model works, and something about it deserves a look."""
+
+    __module__ = "lazycell"
+
+
+class UnusedLayerWarning(LazyCellWarning):
+    """Layers that were defined and never invoked: the model's author should remove or declare them.
+
+    Attributes:
+        layers: One `LayerRecord` for each topmost unused layer, with the totals of all below it.
+        nbytes: Bytes of the parameters of all unused layers.
+    """
+
+    __module__ = "lazycell"
+
+    def __init__(self, message: str, layers: tuple[LayerRecord, ...] = (), nbytes: int = 0) -> None:
+        super().__init__(message)
+        self.layers = layers
+        self.nbytes = nbytes
+
+
+class UntouchedWarning(LazyCellWarning):
+    """A live list was read before any forward pass: the training script should run the net first."""
+
+    __module__ = "lazycell"
+
+
+def is_library_code(frame: FrameType) -> bool:
+    """Whether a frame runs code of lazycell, of MindSpore or of the interpreter, rather than the user's."""
+    return frame.f_code.co_filename.startswith((*_LIBRARIES, "<frozen "))
+
+
+def user_location() -> str | None:
+    """The innermost line of the user's code that is being run, as ``"file.py:12"``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_library_code(frame):
+        frame = frame.f_back
+    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def warn(warning: LazyCellWarning) -> None:
+    """Issue a warning at the innermost line of the user's code."""
+    level = 2  # warnings.warn counts from here: 1 is this line, 2 is our caller
+    frame = sys._getframe(1)
+    while is_library_code(frame) and frame.f_back is not None:
+        frame = frame.f_back
+        level += 1
+    warnings.warn(warning, stacklevel=level)

@@ -1,0 +1,444 @@
+"""The only file that knows MindSpore's internals and versions.
+
+Everything here was checked by running it on MindSpore 2.7.1 and 2.10.0; what differs in
+between is told apart by looking for the feature, with the version in a comment.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType, ModuleType
+from typing import Any, cast
+
+import mindspore
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+from mindspore.common import initializer as _initializers
+from mindspore.common.initializer import Initializer
+
+try:  # MindSpore 2.9 and later
+    from mindspore.graph.api import _pynative_executor
+except ImportError:
+    from mindspore.common.api import _pynative_executor
+
+# ---------------------------------------------------------------------------------------------
+# What is running
+
+
+def in_graph_mode() -> bool:
+    """Whether calling a cell compiles it instead of running its ``construct`` in Python."""
+    return bool(mindspore.get_context("mode") == mindspore.GRAPH_MODE)
+
+
+_CELL_CALL: CodeType = nn.Cell.__call__.__code__
+_API_MODULES = ("mindspore.common.api", "mindspore.graph.api")
+_PARSER_MODULE = "mindspore._extends.parse"
+_LISTINGS = frozenset(
+    ("parameters_and_names", "get_parameters", "trainable_params", "untrainable_params", "parameters_dict")
+)
+
+
+def _stack() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _cell_run_by(frame: FrameType) -> nn.Cell | None:
+    code = frame.f_code
+    if code is not _CELL_CALL and (code.co_name != "construct" or not code.co_argcount):
+        return None
+    cell = frame.f_locals.get(code.co_varnames[0])
+    return cell if isinstance(cell, nn.Cell) else None
+
+
+def running_cells() -> Iterator[nn.Cell]:
+    """The cells whose ``__call__`` or ``construct`` this thread is inside of, innermost first."""
+    return (cell for cell in map(_cell_run_by, _stack()) if cell is not None)
+
+
+def _is_compiling(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "compile" and frame.f_globals.get("__name__") in _API_MODULES
+
+
+def forward_running() -> bool:
+    """Whether this thread is inside a forward pass.
+
+    That is: some ``construct`` or ``Cell.__call__`` is on the stack, a function is being compiled,
+    or gradients are being recorded. The stack says so exactly, and costs settled cells nothing:
+    only the first read of an untouched parameter ever asks.
+    """
+    if _pynative_executor.requires_grad():
+        return True
+    return any(_is_compiling(frame) or _cell_run_by(frame) is not None for frame in _stack())
+
+
+def listed_by_user(frame: FrameType) -> bool:
+    """Whether a listing of parameters was asked for by the user's code, not by MindSpore's bookkeeping.
+
+    A cell's first call lists the parameters of its whole subtree to check their names; that must
+    not count as reading them. ``frame`` is the one that iterates over a cell's own parameters.
+    """
+    caller: FrameType | None = frame
+    while caller is not None and caller.f_code.co_name in _LISTINGS:
+        caller = caller.f_back
+    return caller is not None and not str(caller.f_globals.get("__name__")).startswith("mindspore.")
+
+
+def parser_asks(frame: FrameType) -> bool:
+    """Whether a frame belongs to MindSpore's graph parser, which must see a cell's real methods."""
+    return _is_compiling(frame) or str(frame.f_globals.get("__name__")).startswith(_PARSER_MODULE)
+
+
+def prepare_first_call(cell: nn.Cell) -> None:
+    """Do what a cell's first call does before ``construct``, except filling its parameters.
+
+    ``Cell.__call__`` would fill all direct parameters, read or not. Once the names are checked, it
+    skips both.
+    """
+    if not cell._is_check_and_refresh:
+        cell._self_check()
+
+
+def was_called(cell: nn.Cell) -> bool:
+    """Whether a plain cell has been called before lazycell knew it."""
+    return bool(cell._is_check_and_refresh)
+
+
+# ---------------------------------------------------------------------------------------------
+# Storage
+
+
+class _WithoutStorage(Parameter):  # type: ignore[misc]
+    """A spelling of ``Parameter`` whose ``__new__`` leaves initializers alone."""
+
+    init_param = False
+
+
+def tensor_without_storage(shape: tuple[int, ...], dtype: Any, init: Initializer) -> Tensor:
+    """A tensor that knows its initializer and holds no memory until ``init_data()``."""
+    return Tensor(shape=shape, dtype=dtype, init=init)
+
+
+def parameter_without_storage(init: Initializer, like: Parameter) -> Parameter:
+    """A new parameter of the shape, dtype, name and flags of another, holding no memory."""
+    tensor = tensor_without_storage(like.shape, like.init_mode.dtype, init)
+    parameter = Parameter.__new__(_WithoutStorage, tensor)
+    Parameter.__init__(parameter, tensor, like.name, like.requires_grad, like.layerwise_parallel)
+    if parameter.dtype != like.dtype:
+        parameter.set_dtype(like.dtype)
+    return parameter
+
+
+def drop_storage(parameter: Parameter, init: Initializer) -> None:
+    """Free a parameter's memory in place; ``init`` will bring its values back."""
+    tensor = tensor_without_storage(parameter.shape, parameter.dtype, init)
+    parameter.assign_value(tensor)
+    parameter.init = init
+    parameter.init_mode = tensor
+
+
+def fill_storage(native: type, parameter: Parameter) -> None:
+    """Give a parameter without storage the values of its initializer, in place."""
+    values = parameter.init_mode.init_data()
+    if values.dtype != parameter.dtype:  # set_dtype() came before the first use
+        values = values.astype(parameter.dtype)
+    assign_storage(native, parameter, values)
+
+
+def assign_storage(native: type, parameter: Parameter, values: Tensor) -> None:
+    """Assign values to a parameter without storage, by the methods of its native class."""
+    native.assign_value(parameter, values)  # type: ignore[attr-defined]
+    parameter.init = None
+    parameter.init_mode = None
+
+
+def can_be_deferred(parameter: Parameter) -> bool:
+    """Whether a new parameter is one that lazycell knows how to defer.
+
+    Not on the meta device, nor in automatic parallelism: there MindSpore itself keeps it without
+    storage. Nor a parameter of a user's own tensor class.
+    """
+    if parameter.is_in_parallel or getattr(parameter, "is_meta", False):  # is_meta: MindSpore 2.9 and later
+        return False
+    return type(parameter) is Parameter._get_base_class(Tensor)
+
+
+def is_without_storage(parameter: Parameter) -> bool:
+    """Whether a parameter knows its initializer and holds no memory."""
+    return bool(parameter.has_init)
+
+
+# What can be asked of a parameter without needing its values. All names that start with an underscore
+# are let through as well: MindSpore keeps its own bookkeeping under them.
+METADATA = frozenset(
+    """
+    add_pipeline_stage assign_value assign_value_cpp cache_enable cache_shape comm_fusion dim dtype element_size has_init init init_data
+    init_flag init_mode init_param inited_param is_default_input_init is_in_parallel is_init is_meta is_parameter
+    itemsize key layerwise_parallel load name nbytes ndim ndimension nelement numel parallel_optimizer
+    parallel_optimizer_comm_recompute param_info register_hook requires_aggr requires_grad set_data shape
+    size set_dtype sliced unique wait_pipeline
+    """.split()
+)
+
+OPERATORS_ASK = importlib.util.find_spec("mindspore.utils.ms_dispatch") is not None  # MindSpore 2.9 and later
+
+# MindSpore 2.9 and later look these up on every tensor that an operator is given, before they look at
+# its values. On older versions most operators refuse a parameter without storage ("is uninitialized"); the
+# others look up the last one, or are guarded by guard_operators().
+_OPERATOR_LOOKUPS = frozenset(("__ms_dispatch__", "__fallback__", "__parameter__"))
+
+_STRUCTURAL = frozenset(
+    """
+    __class__ __deepcopy__ __del__ __delattr__ __dict__ __dir__ __doc__ __format__ __getattr__ __getattribute__
+    __getstate__ __hash__ __init__ __init_subclass__ __len__ __module__ __new__ __parameter__ __repr__ __setattr__
+    __sizeof__ __str__ __subclasshook__ __weakref__
+    """.split()
+)
+
+
+_guarded: list[bool] = []
+
+
+def guard_operators(needs_reading: Callable[[object], bool], read: Callable[[Parameter], None]) -> None:
+    """Let the operators that neither ask nor refuse (Assign, ReduceSum, Gather) ask, on MindSpore before 2.9.
+
+    They would compute on storage without values, without an error. All of them pass through one method of
+    one private object.
+    """
+    if OPERATORS_ASK or _guarded:
+        return
+    _guarded.append(True)
+    native = _pynative_executor.run_op_async
+
+    def run_op_async(primitive: Any, name: str, arguments: Any) -> Any:
+        pending = list(arguments)
+        while pending:
+            argument = pending.pop()
+            if isinstance(argument, (list, tuple)):
+                pending.extend(argument)
+            elif needs_reading(argument):
+                read(argument)
+        return native(primitive, name, arguments)
+
+    _pynative_executor.run_op_async = run_op_async
+
+
+def needs_values(name: str, caller: FrameType) -> bool:
+    """Whether looking up this attribute of a parameter means that its values are about to be used."""
+    if name == "__class__":
+        # Tensor(parameter) copies the storage after a few isinstance() checks, and looks up nothing else.
+        return caller.f_code.co_name == "_check_input_data_type"
+    if name.startswith("_"):
+        return name in _OPERATOR_LOOKUPS
+    return name not in METADATA
+
+
+def value_dunders(native: type) -> list[str]:
+    """The special methods of a parameter class that read or write values."""
+    names = (name for name in dir(native) if name.startswith("__") and name.endswith("__"))
+    return [name for name in names if name not in _STRUCTURAL and callable(getattr(native, name))]
+
+
+# ---------------------------------------------------------------------------------------------
+# Initializers and random numbers
+
+# Draws from NumPy's global stream: none, or exactly one seed (initializer._numpy_seed). Anything else,
+# Sparse and users' own initializers included, is drawn when it is built. A test checks both sets.
+_NO_DRAW = frozenset(("Zero", "One", "Constant", "Identity", "Dirac"))
+_ONE_DRAW = frozenset(
+    (
+        "Normal", "Uniform", "TruncatedNormal", "XavierNormal", "XavierUniform",
+        "HeNormal", "HeUniform", "Orthogonal", "VarianceScaling",
+    )
+)  # fmt: skip
+
+
+def _definition(init: Initializer) -> str | None:
+    """The MindSpore class whose ``_initialize`` an initializer runs, or None for a user's own."""
+    if type(init).__call__ is not Initializer.__call__:
+        return None
+    function = type(init)._initialize
+    if function.__module__ != _initializers.__name__:
+        return None
+    return str(function.__qualname__.partition(".")[0])
+
+
+class _Replay(threading.local):
+    seed: int = 0
+
+
+_replay = _Replay()
+_recorded_classes: dict[type, type] = {}
+
+
+def _load_replaying_module() -> ModuleType:
+    """A private copy of MindSpore's initializers whose seed is the recorded one.
+
+    Neither MindSpore's own module nor NumPy's global stream is touched while values are drawn, so
+    other threads draw undisturbed.
+    """
+    spec = importlib.util.spec_from_file_location("lazycell._replaying_initializers", _initializers.__file__)
+    if spec is None or spec.loader is None:  # pragma: no cover  (MindSpore without Python sources)
+        raise ImportError("mindspore.common.initializer has no source to read")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module._numpy_seed = lambda: _replay.seed  # type: ignore[attr-defined]
+    return module
+
+
+_replaying: list[ModuleType] = []
+
+
+def _replay_values(init: Initializer, array: np.ndarray[Any, Any]) -> None:
+    if not _replaying:
+        _replaying.append(_load_replaying_module())
+    _replay.seed = init._lazycell_seed
+    getattr(_replaying[0], init._lazycell_definition)._initialize(init, array)
+
+
+def _recorded_class(kind: type) -> type:
+    """A subclass of an initializer's class that draws from the seed recorded in the instance."""
+    if kind not in _recorded_classes:
+        namespace = {"_initialize": _replay_values, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        _recorded_classes[kind] = type(kind.__name__, (kind,), namespace)
+    return _recorded_classes[kind]
+
+
+def record_draw(tensor: Tensor) -> bool:
+    """Draw the seed of a tensor's initializer now, for values that are computed later.
+
+    Returns:
+        False if the initializer isn't known to draw nothing or one seed; nothing was drawn then.
+    """
+    init = tensor.init
+    if not isinstance(init, Initializer) or hasattr(init, "_lazycell_seed") or isinstance(init, KeptValues):
+        return isinstance(init, Initializer)
+    definition = _definition(init)
+    if definition in _ONE_DRAW:
+        recorded = copy.copy(init)
+        recorded.__class__ = _recorded_class(type(init))
+        recorded._lazycell_seed = int(_initializers._numpy_seed())
+        recorded._lazycell_definition = definition
+        tensor.init = recorded
+        return True
+    return definition in _NO_DRAW
+
+
+class KeptValues(Initializer):  # type: ignore[misc]
+    """An initializer that brings back values known beforehand."""
+
+    def __init__(self, fill: Callable[[np.ndarray[Any, Any]], None]) -> None:
+        super().__init__()
+        self._fill = fill
+
+    def _initialize(self, array: np.ndarray[Any, Any]) -> None:
+        self._fill(array)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptValues:
+        return self
+
+
+# ---------------------------------------------------------------------------------------------
+# Construction
+
+
+class _InitParamFlag:
+    """Stands in for ``Parameter.init_param``: False in threads that defer, True in all others."""
+
+    def __init__(self, deferring: Callable[[], bool]) -> None:
+        self._deferring = deferring
+
+    def __get__(self, instance: object, owner: type) -> bool:
+        return not self._deferring()
+
+
+class ConstructionHooks:
+    """Tells of every cell and parameter that the current thread constructs, while one is open.
+
+    Args:
+        deferring: Whether the current thread wants to know.
+        on_cell: Called with each new cell, its ``Cell.__init__`` done.
+        on_parameter: Called with each new parameter, its ``Parameter.__init__`` done.
+    """
+
+    def __init__(
+        self,
+        deferring: Callable[[], bool],
+        on_cell: Callable[[nn.Cell], None],
+        on_parameter: Callable[[Parameter], None],
+    ) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._undo: list[Callable[[], None]] = []
+        self._deferring = deferring
+        self._on = {nn.Cell: on_cell, Parameter: on_parameter}
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Install the hooks for as long as any thread has them open."""
+        with self._lock:
+            self._open += 1
+            if self._open == 1:
+                self._install()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open -= 1
+                if not self._open:
+                    while self._undo:
+                        self._undo.pop()()
+
+    def _install(self) -> None:
+        self._replace(Parameter, "init_param", _InitParamFlag(self._deferring))
+        for owner in self._on:
+            self._replace(owner, "__init__", self._hooked_init(owner))
+
+    def _hooked_init(self, owner: type) -> Callable[..., None]:
+        native, notify, deferring = owner.__init__, self._on[owner], self._deferring  # type: ignore[misc]
+
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            native(self, *args, **kwargs)
+            if deferring():
+                notify(self)
+
+        return __init__
+
+    def _replace(self, owner: type, name: str, value: object) -> None:
+        missing = object()
+        before = owner.__dict__.get(name, missing)
+        setattr(owner, name, value)
+
+        def undo() -> None:
+            if owner.__dict__.get(name) is not value:
+                return  # somebody replaced ours; what stands there now is theirs
+            if before is missing:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+        self._undo.append(undo)
+
+
+# ---------------------------------------------------------------------------------------------
+# Classes
+
+
+def subclass_unseen(base: type, namespace: dict[str, Any]) -> type:
+    """Subclass a class without running its ``__init_subclass__`` or its metaclass's ``__new__``.
+
+    Model registries hang on both, and must not see a class that the user never wrote.
+
+    Raises:
+        TypeError: The class can't be subclassed this way (its instances have another layout).
+    """
+    made = type.__new__(type(base), base.__name__, (nn.Cell,), namespace)
+    made.__bases__ = (base,)
+    return cast(type, made)

@@ -1,0 +1,414 @@
+"""What is being run: which parameters and layers have been touched, and how that is noticed.
+
+A tracked cell carries a `CellState`. Until it has been invoked its class is a *watched* subclass, whose
+first call notes the use, puts the real class back, and goes on as MindSpore does: a settled cell
+costs nothing. Reads of parameters are seen by the mapping in ``cell._params``, which is of a
+watching kind as long as one of its parameters is untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from types import MethodType
+from typing import Any, Protocol
+
+from mindspore import Parameter, nn
+
+from lazycell import _deferral
+from lazycell import _mindspore as internals
+from lazycell._errors import LazyCellWarning, user_location, warn
+
+_KEY = "_lazycell_state"
+_lock = threading.RLock()
+_order = itertools.count()
+
+
+class CellState:
+    """What lazycell knows about one cell.
+
+    Attributes:
+        where: The user's line at which the cell was assigned to its parent.
+        order: A number that grows with the time of the first use; None before it.
+        called: Whether the cell has been invoked.
+        completed: Whether an invocation has returned.
+        optional: Whether its author declared that it may stay unused.
+    """
+
+    def __init__(self, cell: nn.Cell) -> None:
+        self.cell = weakref.ref(cell)
+        self.where: str | None = None
+        self.optional = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Return to the state before any use."""
+        self.order: int | None = None
+        self.called = False
+        self.completed = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CellState:
+        copied = CellState.__new__(CellState)
+        memo[id(self)] = copied
+        copied.__dict__.update(self.__dict__)
+        copied.cell = weakref.ref(memo[id(self.cell())])  # copy.deepcopy() notes a new object before its parts
+        return copied
+
+
+def state_of(cell: nn.Cell) -> CellState | None:
+    """The state of a tracked cell, or None for a cell that lazycell doesn't track."""
+    return cell.__dict__.get(_KEY)
+
+
+# ---------------------------------------------------------------------------------------------
+# Events
+
+
+class Observer(Protocol):
+    """Someone to tell of first uses; held weakly."""
+
+    def parameter_touched(self, parameter: Parameter) -> None: ...
+
+    def cell_used(self, cell: nn.Cell) -> None: ...
+
+
+observers: weakref.WeakSet[Observer] = weakref.WeakSet()
+completion_listeners: list[Callable[[nn.Cell], None]] = []
+
+
+class Structure:
+    """Counts changes to any tracked cell's children or parameters, for those who cache a view of them."""
+
+    version = 0
+
+
+def is_touched(parameter: Parameter) -> bool:
+    """Whether a parameter has taken part in a forward pass."""
+    return getattr(parameter, "_lazycell_touched", False)
+
+
+def touch(parameter: Parameter) -> None:
+    """Note that a parameter takes part in a forward pass, and give it its storage."""
+    with _lock:
+        if not is_touched(parameter):
+            _deferral.materialize(parameter)
+            parameter._lazycell_touched = True
+            for observer in list(observers):
+                observer.parameter_touched(parameter)
+
+
+def _read(parameter: Parameter) -> None:
+    touch(parameter) if internals.forward_running() else _deferral.materialize(parameter)
+
+
+_deferral.on_read = _read
+
+
+def _use(state: CellState) -> None:
+    with _lock:
+        if state.order is not None:
+            return
+        state.order = next(_order)
+    cell = state.cell()
+    for observer in list(observers) if cell is not None else ():
+        observer.cell_used(cell)
+
+
+# ---------------------------------------------------------------------------------------------
+# What a tracked cell's parameters and children are kept in
+
+
+class Parameters(OrderedDict[str, Any]):
+    """The direct parameters of a tracked cell, all of them touched."""
+
+    def __init__(self, state: CellState, items: Iterable[tuple[str, Parameter | None]]) -> None:
+        super().__init__()
+        self.state = state
+        self.pending: set[str] = set()
+        for name, parameter in items:
+            self[name] = parameter
+
+    def __setitem__(self, name: str, parameter: Parameter | None) -> None:
+        super().__setitem__(name, parameter)
+        Structure.version += 1
+        if parameter is not None and not is_touched(parameter):
+            self.pending.add(name)
+            self.__class__ = WatchedParameters
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameters:
+        copied = Parameters(_deferral.copy.deepcopy(self.state, memo), ())
+        memo[id(self)] = copied
+        for name, parameter in OrderedDict.items(self):
+            twin = _deferral.copy.deepcopy(parameter, memo)
+            if parameter is not None and is_touched(parameter):
+                twin._lazycell_touched = True
+            copied[name] = twin
+        return copied
+
+
+class WatchedParameters(Parameters):
+    """The direct parameters of a tracked cell, some of them untouched: reading one in a forward pass touches it."""
+
+    def __getitem__(self, name: str) -> Parameter | None:
+        parameter: Parameter | None = super().__getitem__(name)
+        if name in self.pending and (is_touched(parameter) or internals.forward_running()):
+            self.touch(name)
+        return parameter
+
+    def items(self) -> Any:
+        self._listed(sys._getframe(1))
+        return super().items()
+
+    def values(self) -> Any:
+        self._listed(sys._getframe(1))
+        return super().values()
+
+    def _listed(self, frame: Any) -> None:
+        if self.pending and internals.listed_by_user(frame) and internals.forward_running():
+            self.touch_all()
+
+    def touch(self, name: str) -> None:
+        """Note that one parameter is being read."""
+        parameter = super().__getitem__(name)
+        if parameter is not None:
+            touch(parameter)
+        _use(self.state)
+        self.pending.discard(name)
+        if not self.pending:
+            self.__class__ = Parameters
+
+    def touch_all(self) -> None:
+        """Note that all parameters are being read."""
+        for name in list(self.pending):
+            self.touch(name)
+
+
+class Children(OrderedDict[str, Any]):
+    """The children of a tracked cell: whoever adds one, in whichever way, adds it to the tracking."""
+
+    def __setitem__(self, name: str, child: nn.Cell | None) -> None:
+        super().__setitem__(name, child)
+        Structure.version += 1
+        if child is not None:
+            adopt(child)
+            state = state_of(child)
+            if state is not None and state.where is None:
+                state.where = user_location()
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        Structure.version += 1
+
+
+def own_parameters(cell: nn.Cell) -> list[Parameter]:
+    """The direct parameters of a cell, without reading them."""
+    return [parameter for parameter in OrderedDict.values(cell._params) if parameter is not None]
+
+
+def own_children(cell: nn.Cell) -> list[tuple[str, nn.Cell]]:
+    """The direct children of a cell, by name."""
+    return [(name, child) for name, child in OrderedDict.items(cell._cells) if child is not None]
+
+
+def subtree(cell: nn.Cell) -> Iterator[nn.Cell]:
+    """A cell and all below it, each once, parents first, in MindSpore's own order."""
+    seen: set[int] = set()
+    stack = [cell]
+    while stack:
+        current = stack.pop()
+        if id(current) not in seen:
+            seen.add(id(current))
+            yield current
+            stack.extend(child for _, child in reversed(own_children(current)))
+
+
+def hidden_parameters(cell: nn.Cell) -> list[Parameter]:
+    """The parameters that a cell keeps where a read can't be seen: in tuples, lists, dicts, plain attributes."""
+    found: list[Parameter] = []
+    stack: list[Any] = [value for value in cell.__dict__.values() if not isinstance(value, (Parameters, Children))]
+    seen: set[int] = set()
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Parameter):
+            found.append(value)
+        elif isinstance(value, (list, tuple, dict, set)) and id(value) not in seen:
+            seen.add(id(value))
+            stack.extend(value.values() if isinstance(value, dict) else value)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------
+# Watching cells
+
+
+class _Running(threading.local):
+    depth = 0
+
+
+_running = _Running()
+_watched_classes: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
+
+
+def begin(cell: nn.Cell) -> CellState:
+    """Start to track a cell: give it a state, and mappings that see reads and additions."""
+    state = state_of(cell) or CellState(cell)
+    cell.__dict__[_KEY] = state
+    if not isinstance(cell._params, Parameters):
+        cell.__dict__["_params"] = Parameters(state, list(cell._params.items()))
+    if not isinstance(cell._cells, Children):
+        children = Children()
+        OrderedDict.update(children, cell._cells)
+        cell.__dict__["_cells"] = children
+    return state
+
+
+def adopt(cell: nn.Cell) -> None:
+    """Track a cell and all below it that aren't tracked yet; what has run before counts as used."""
+    for current in list(subtree(cell)):
+        if state_of(current) is None:
+            begin(current)
+            if internals.was_called(current):
+                _use_untracked(current)
+            else:
+                watch(current)
+
+
+def _use_untracked(cell: nn.Cell) -> None:
+    """Count a cell whose use can't be tracked as used, with everything it holds."""
+    state = begin(cell)
+    state.called = state.completed = True
+    _use(state)
+    for parameter in own_parameters(cell) + hidden_parameters(cell):
+        touch(parameter)
+
+
+def watch(cell: nn.Cell) -> None:
+    """Notice the next invocation of a tracked cell."""
+    if is_watched(cell):
+        return
+    try:
+        cell.__class__ = _watched_class(type(cell))
+    except TypeError as error:
+        name = type(cell).__name__
+        warn(LazyCellWarning(f"{name} can't be watched ({error}); it is allocated now and counts as used."))
+        _use_untracked(cell)
+
+
+def is_watched(cell: nn.Cell) -> bool:
+    """Whether a cell's next invocation will be noticed."""
+    return "_lazycell_native" in type(cell).__dict__
+
+
+def unwatch(cell: nn.Cell) -> None:
+    """Put a cell's real class back."""
+    if is_watched(cell):
+        cell.__class__ = type(cell)._lazycell_native
+
+
+def _watched_class(native: type) -> type:
+    known = _watched_classes.get(native)
+    made = known() if known is not None else None
+    if made is None:
+        namespace = {
+            "__slots__": (),
+            "__module__": native.__module__,
+            "__qualname__": native.__qualname__,
+            "__doc__": native.__doc__,
+            "__call__": _call,
+            "construct": _Construct(native),
+            "_lazycell_native": native,
+        }
+        made = internals.subclass_unseen(native, namespace)
+        _watched_classes[native] = weakref.ref(made)
+    return made
+
+
+def _call(cell: nn.Cell, *args: Any, **kwargs: Any) -> Any:
+    """``__call__`` of a watched cell."""
+    return _run(cell, "__call__", args, kwargs)
+
+
+class _Construct:
+    """``construct`` of a watched cell: calling it is an invocation, looking at it is not."""
+
+    def __init__(self, native: type) -> None:
+        def construct(cell: nn.Cell, *args: Any, **kwargs: Any) -> Any:
+            return _run(cell, "construct", args, kwargs)
+
+        self._native = native
+        self._function = functools.update_wrapper(construct, native.construct)  # type: ignore[attr-defined]
+
+    def __get__(self, cell: nn.Cell | None, owner: type) -> Any:
+        if cell is None:
+            return self._native.construct  # type: ignore[attr-defined]
+        if internals.parser_asks(sys._getframe(1)):
+            # A graph is being compiled, which will call this cell; from there on nothing is seen.
+            _use_untracked(cell)
+            unwatch(cell)
+            return cell.construct
+        return MethodType(self._function, cell)
+
+
+def _enter(cell: nn.Cell) -> CellState:
+    """Note the invocation of a cell; from here on it runs as its real class."""
+    state = begin(cell)
+    unwatch(cell)
+    state.called = True
+    _use(state)
+    for parameter in hidden_parameters(cell):
+        touch(parameter)
+    internals.prepare_first_call(cell)
+    return state
+
+
+def _is_outermost() -> bool:
+    """Whether no tracked cell is being run by this thread, not even one that is settled."""
+    return not _running.depth and not any(state_of(cell) for cell in internals.running_cells())
+
+
+def _run(cell: nn.Cell, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a watched cell: note its use, let the real class do the work, and see whether it completes."""
+    outermost = _is_outermost()
+    if outermost:
+        adopt(cell)
+    _running.depth += 1
+    try:
+        if outermost and internals.in_graph_mode():
+            # Nothing runs in Python: what the graph uses can't be seen, so all of it counts as used.
+            for current in list(subtree(cell)):
+                unwatch(current)
+                _use_untracked(current)
+        state = _enter(cell)
+        result = getattr(cell, method)(*args, **kwargs)
+    except BaseException:
+        if outermost:
+            watch(cell)
+        raise
+    finally:
+        _running.depth -= 1
+    state.completed = True
+    if outermost:
+        for listener in completion_listeners:
+            listener(cell)
+    return result
+
+
+def reset(cell: nn.Cell) -> None:
+    """Forget all touches of a cell and of all below it; storage stays."""
+    for current in list(subtree(cell)):
+        state = begin(current)
+        state.forget()
+        for parameter in own_parameters(current) + hidden_parameters(current):
+            parameter._lazycell_touched = False
+        current.__dict__["_params"] = Parameters(state, list(OrderedDict.items(current._params)))
+        watch(current)
+
+
+def can_be_released(parameter: Parameter) -> bool:
+    """Whether a parameter has storage that nothing has needed so far."""
+    return not is_touched(parameter) and not _deferral.is_deferred(parameter)
