@@ -38,6 +38,7 @@ def in_graph_mode() -> bool:
 _CELL_CALL: CodeType = nn.Cell.__call__.__code__
 _API_MODULES = ("mindspore.common.api", "mindspore.graph.api")
 _PARSER_MODULE = "mindspore._extends.parse"
+_RECORDERS = ("_pynative_forward_run", "_pynative_func_grad_forward")  # the second: MindSpore 2.9 and later
 _LISTINGS = frozenset(
     ("parameters_and_names", "get_parameters", "trainable_params", "untrainable_params", "parameters_dict")
 )
@@ -67,6 +68,11 @@ def _is_compiling(frame: FrameType) -> bool:
     return frame.f_code.co_name == "compile" and frame.f_globals.get("__name__") in _API_MODULES
 
 
+def _is_recording(frame: FrameType) -> bool:
+    # The executor's own flag, requires_grad(), stays on after an exception in a differentiated function.
+    return frame.f_code.co_name in _RECORDERS and frame.f_globals.get("__name__") == "mindspore.ops.composite.base"
+
+
 def forward_running() -> bool:
     """Whether this thread is inside a forward pass.
 
@@ -74,9 +80,7 @@ def forward_running() -> bool:
     or gradients are being recorded. The stack says so exactly, and costs settled cells nothing:
     only the first read of an untouched parameter ever asks.
     """
-    if _pynative_executor.requires_grad():
-        return True
-    return any(_is_compiling(frame) or _cell_run_by(frame) is not None for frame in _stack())
+    return any(_is_compiling(f) or _is_recording(f) or _cell_run_by(f) is not None for f in _stack())
 
 
 def listed_by_user(frame: FrameType) -> bool:

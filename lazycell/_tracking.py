@@ -155,18 +155,18 @@ class WatchedParameters(Parameters):
     """The direct parameters of a tracked cell, some of them untouched: reading one in a forward pass touches it."""
 
     def __getitem__(self, name: str) -> Parameter | None:
-        parameter: Parameter | None = super().__getitem__(name)
+        parameter: Parameter | None = OrderedDict.__getitem__(self, name)
         if name in self.pending and (is_touched(parameter) or internals.forward_running()):
             self.touch(name)
         return parameter
 
     def items(self) -> Any:
         self._listed(sys._getframe(1))
-        return super().items()
+        return OrderedDict.items(self)  # its class may have changed
 
     def values(self) -> Any:
         self._listed(sys._getframe(1))
-        return super().values()
+        return OrderedDict.values(self)
 
     def _listed(self, frame: Any) -> None:
         if self.pending and internals.listed_by_user(frame) and internals.forward_running():
@@ -174,7 +174,7 @@ class WatchedParameters(Parameters):
 
     def touch(self, name: str) -> None:
         """Note that one parameter is being read."""
-        parameter = super().__getitem__(name)
+        parameter = OrderedDict.__getitem__(self, name)
         if parameter is not None:
             touch(parameter)
         _use(self.state)
@@ -229,17 +229,17 @@ def subtree(cell: nn.Cell) -> Iterator[nn.Cell]:
 
 def hidden_parameters(cell: nn.Cell) -> list[Parameter]:
     """The parameters that a cell keeps where a read can't be seen: in tuples, lists, dicts, plain attributes."""
-    found: list[Parameter] = []
+    found: dict[int, Parameter] = {}
     stack: list[Any] = [value for value in cell.__dict__.values() if not isinstance(value, (Parameters, Children))]
     seen: set[int] = set()
     while stack:
         value = stack.pop()
         if isinstance(value, Parameter):
-            found.append(value)
+            found[id(value)] = value
         elif isinstance(value, (list, tuple, dict, set)) and id(value) not in seen:
             seen.add(id(value))
             stack.extend(value.values() if isinstance(value, dict) else value)
-    return found
+    return list(found.values())
 
 
 # ---------------------------------------------------------------------------------------------
