@@ -73,7 +73,8 @@ def _finish(cells: list[nn.Cell], parameters: list[Parameter]) -> None:
     for cell in cells:
         _tracking.watch(cell)
     for parameter in parameters:  # what a constructor filled by itself, as norms do with ones and zeros
-        _deferral.drop(parameter)
+        if _tracking.can_be_released(parameter):
+            _deferral.drop(parameter)
     if not internals.OPERATORS_ASK:
         # Older MindSpore hands parameters to operators unseen. One that no cell keeps would reach them
         # without values.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
@@ -13,8 +14,11 @@ import mindspore
 if TYPE_CHECKING:
     from lazycell._registry import LayerRecord
 
-_LIBRARIES = tuple(
-    os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, str(mindspore.__file__))
+_NOT_THE_USERS = (
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+    os.path.dirname(os.path.abspath(str(mindspore.__file__))) + os.sep,
+    contextlib.__file__,
+    "<frozen ",
 )
 
 
@@ -60,7 +64,7 @@ class UntouchedWarning(LazyCellWarning):
 
 def is_library_code(frame: FrameType) -> bool:
     """Whether a frame runs code of lazycell, of MindSpore or of the interpreter, rather than the user's."""
-    return frame.f_code.co_filename.startswith((*_LIBRARIES, "<frozen "))
+    return frame.f_code.co_filename.startswith(_NOT_THE_USERS)
 
 
 def user_location() -> str | None:

@@ -1,0 +1,77 @@
+"""Third-party models, as their authors wrote them."""
+
+from __future__ import annotations
+
+import warnings
+
+import mindspore as ms
+import numpy as np
+import pytest
+from helpers import bits, both, names, stream
+from mindspore import Tensor, nn
+
+import lazycell
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import mindcv
+
+MODELS = ("resnet18", "mobilenet_v2_100", "vit_b_32_224")
+
+
+def make(name: str, base: type[nn.Cell]) -> nn.Cell:
+    """A model of mindcv in a net of its own."""
+
+    class Model(base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = mindcv.create_model(name, num_classes=10, pretrained=False)
+
+        def construct(self, x: Tensor) -> Tensor:
+            return self.model(x)
+
+    return Model()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_values_outputs_and_gradients_are_the_eager_ones(name: str) -> None:
+    """Models that re-initialize in ``__init__``: nothing differs but what is held before the first call."""
+    eager, net = both(lambda base: make(name, base))
+    before = stream()
+    registry = lazycell.registry(net)
+    assert registry.deferred_nbytes > 0.99 * registry.nbytes
+    image = Tensor(np.random.default_rng(0).random((1, 3, 224, 224), np.float32))
+    live = net.trainable_params()
+    for cell in (eager, net):
+        cell.set_train(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lazycell.LazyCellWarning)
+        value, gradients = ms.value_and_grad(lambda x: net(x).sum(), None, live)(image)
+    expected, expected_gradients = ms.value_and_grad(lambda x: eager(x).sum(), None, eager.trainable_params())(image)
+    assert names(live) == names(eager.trainable_params())
+    assert registry.deferred_nbytes == 0
+    assert before == stream()
+    assert bits(value) == bits(expected)
+    assert [bits(g) for g in gradients] == [bits(g) for g in expected_gradients]
+    assert all(bits(a) == bits(b) for a, b in zip(eager.get_parameters(), net.get_parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_unused_models_hold_nothing(name: str) -> None:
+    """A whole model that is never called keeps no storage, and is named in one line."""
+
+    class Model(lazycell.LazyCell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Dense(4, 4)
+            self.teacher = mindcv.create_model(name, num_classes=10, pretrained=False)
+
+        def construct(self, x: Tensor) -> Tensor:
+            return self.body(x)
+
+    net = Model()
+    with pytest.warns(lazycell.UnusedLayerWarning) as caught:
+        net(ms.ops.ones((1, 4)))
+    (layer,) = caught[0].message.layers
+    assert layer.name == "teacher" and layer.nbytes == lazycell.registry(net.teacher).nbytes
+    assert lazycell.registry(net).deferred_nbytes > 0.99 * layer.nbytes

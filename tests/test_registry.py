@@ -1,0 +1,390 @@
+"""Records, live lists and warnings."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+
+import mindspore as ms
+import pytest
+from helpers import names, ones
+from mindspore import Tensor, nn
+
+import lazycell
+from lazycell import LayerState, _tracking
+
+X = ones(1, 3)
+
+
+class Block(nn.Cell):
+    """A plain cell with two layers, of which it uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Dense(3, 3)
+        self.second = nn.Dense(3, 3, has_bias=False)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.first(x)
+
+
+class Net(lazycell.LazyCell):
+    """A net with a block that is used and one that isn't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = Block()
+        self.dead = Block()
+        self.act = nn.ReLU()
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.live(x)
+
+
+@pytest.fixture
+def net() -> Net:
+    """A net that has run."""
+    made = Net()
+    with pytest.warns(lazycell.UnusedLayerWarning):
+        made(X)
+    return made
+
+
+class TestRegistry:
+    """`lazycell.registry`."""
+
+    def test_records(self, net: Net) -> None:
+        """One record for each layer, in the order of definition."""
+        records = lazycell.registry(net).layers
+        assert [(r.name, r.cls_name, r.state, r.num_parameters, r.nbytes, r.trainable, r.order) for r in records] == [
+            ("live", "Block", LayerState.TOUCHED, 0, 0, False, 0),
+            ("live.first", "Dense", LayerState.TOUCHED, 12, 48, True, 1),
+            ("live.second", "Dense", LayerState.DEFERRED, 9, 36, True, None),
+            ("dead", "Block", LayerState.DEFERRED, 0, 0, False, None),
+            ("dead.first", "Dense", LayerState.DEFERRED, 12, 48, True, None),
+            ("dead.second", "Dense", LayerState.DEFERRED, 9, 36, True, None),
+            ("act", "ReLU", LayerState.DEFERRED, 0, 0, False, None),
+        ]
+
+    def test_where(self, net: Net) -> None:
+        """The user's line that assigned each layer."""
+        lines = open(__file__, encoding="utf-8").read().splitlines()
+        for record in lazycell.registry(net).layers:
+            file, _, line = record.where.rpartition(":")
+            assert file == __file__
+            assert f"self.{record.name.split('.')[-1]} = " in lines[int(line) - 1]
+
+    def test_sums(self, net: Net) -> None:
+        """Counts and bytes, of all and by state."""
+        registry = lazycell.registry(net)
+        assert registry.touched == ("live", "live.first")
+        assert registry.untouched == ("live.second", "dead", "dead.first", "dead.second", "act")
+        assert (registry.num_parameters, registry.touched_parameters, registry.untouched_parameters) == (42, 12, 30)
+        assert (registry.nbytes, registry.allocated_nbytes, registry.deferred_nbytes) == (168, 48, 120)
+        lazycell.materialize(net.dead)
+        assert (registry.allocated_nbytes, registry.deferred_nbytes) == (132, 36)
+        assert registry.layers[4].state is LayerState.MATERIALIZED
+
+    def test_table(self, net: Net) -> None:
+        """The table, as it is printed."""
+        assert str(lazycell.registry(net)).splitlines() == [
+            "layer        class  state     parameters  bytes",
+            "-----------------------------------------------",
+            "live         Block  touched            -      -",
+            "live.first   Dense  touched           12   48 B",
+            "live.second  Dense  deferred           9   36 B",
+            "dead         Block  deferred           -      -",
+            "dead.first   Dense  deferred          12   48 B",
+            "dead.second  Dense  deferred           9   36 B",
+            "act          ReLU   deferred           -      -",
+            "-----------------------------------------------",
+            "2 of 7 layers used; 12 of 42 parameters touched",
+            "48 B allocated, 120 B deferred",
+        ]
+        assert repr(lazycell.registry(net)) == "<LayerRegistry of Net: 2 of 7 layers used>"
+
+    def test_table_fits_in_80_columns(self) -> None:
+        """Also with long names, long classes and large numbers."""
+
+        class AClassWithAVeryLongNameIndeed(nn.Dense):
+            pass
+
+        class Long(lazycell.LazyCell):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a_very_long_attribute_name_for_a_block = nn.CellList([AClassWithAVeryLongNameIndeed(40000, 40000)])
+
+        assert max(map(len, str(lazycell.registry(Long())).splitlines())) <= 80
+
+    def test_shared_parameters_count_once(self) -> None:
+        """Where they come first."""
+
+        class Tied(lazycell.LazyCell):
+            def __init__(self) -> None:
+                super().__init__()
+                self.one, self.two = nn.Dense(3, 3, has_bias=False), nn.Dense(3, 3, has_bias=False)
+                self.two.weight = self.one.weight
+                self.again = self.one
+
+            def construct(self, x: Tensor) -> Tensor:
+                return self.two(x)
+
+        registry = lazycell.registry(Tied())
+        assert [(r.name, r.num_parameters) for r in registry.layers] == [("one", 9), ("two", 0)]
+        assert registry.num_parameters == 9
+
+    def test_a_view_on_a_subtree(self, net: Net) -> None:
+        """Names are relative to the cell that was asked for."""
+        assert lazycell.registry(net.live).touched == ("first",)
+        assert lazycell.registry(net.dead).touched == ()
+
+    def test_reset(self, net: Net) -> None:
+        """Touches are forgotten, storage and values stay, and the next forward pass reports anew."""
+        live, value = net.trainable_params(), net.live.first.weight.asnumpy()
+        lazycell.registry(net).reset()
+        assert list.__len__(live) == 0 and lazycell.registry(net).touched == ()
+        assert lazycell.registry(net).layers[1].state is LayerState.MATERIALIZED
+        with pytest.warns(lazycell.UnusedLayerWarning):
+            net(X)
+        assert names(live) == ["live.first.weight", "live.first.bias"]
+        assert (net.live.first.weight.asnumpy() == value).all()
+
+    @pytest.mark.parametrize("ask", [lazycell.registry, lazycell.trainable_params, lazycell.release])
+    def test_refuses_what_is_not_tracked(self, ask) -> None:
+        """With an error that says what to do."""
+        with pytest.raises(lazycell.LazyCellError, match=r"Dense isn't tracked.*lazycell\.track"):
+            ask(nn.Dense(2, 2))
+
+    @pytest.mark.parametrize(
+        "ask",
+        [
+            lazycell.registry,
+            lazycell.trainable_params,
+            lazycell.release,
+            lazycell.track,
+            lazycell.materialize,
+            lazycell.optional,
+        ],
+    )
+    def test_refuses_what_is_no_cell(self, ask) -> None:
+        """With a TypeError that names what was given."""
+        with pytest.raises(TypeError, match="expected a mindspore.nn.Cell, but got list"):
+            ask([nn.Dense(2, 2)])
+
+
+class TestOnTouch:
+    """Callbacks."""
+
+    @pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
+    def test_once_for_each_layer(self) -> None:
+        """In the order of use, containers included, until removed."""
+        net = Net()
+        seen: list[lazycell.LayerRecord] = []
+        handle = lazycell.registry(net).on_touch(seen.append)
+        net(X)
+        net(X)
+        assert [record.name for record in seen] == ["live", "live.first"]
+        assert all(record.state is LayerState.TOUCHED for record in seen)
+        net.act(X)
+        assert seen[-1].name == "act"
+        handle.remove()
+        handle.remove()
+        net.dead(X)
+        assert len(seen) == 3
+
+    @pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
+    def test_a_layer_whose_parameter_is_only_read(self) -> None:
+        """It is used by that, and so are the containers above it."""
+
+        class Reads(Net):
+            def construct(self, x: Tensor) -> Tensor:
+                return x + self.dead.first.bias
+
+        net = Reads()
+        seen: list[str] = []
+        lazycell.registry(net).on_touch(lambda record: seen.append(record.name))
+        net(X)
+        assert sorted(seen) == ["dead", "dead.first"]
+
+    @pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
+    def test_an_error_in_a_callback_is_the_users(self) -> None:
+        """It comes out of the forward pass; the net works on."""
+        net = Net()
+
+        def fail(record: lazycell.LayerRecord) -> None:
+            raise KeyError(record.name)
+
+        handle = lazycell.registry(net).on_touch(fail)
+        with pytest.raises(KeyError):
+            net(X)
+        handle.remove()
+        net(X)
+        assert lazycell.registry(net).touched == ("live", "live.first")
+
+
+class TestWarning:
+    """`UnusedLayerWarning`."""
+
+    def test_topmost_and_totals(self) -> None:
+        """The topmost of an unused subtree stands for all below it."""
+        with pytest.warns(lazycell.UnusedLayerWarning) as caught:
+            Net()(X)
+        (entry,) = caught
+        assert entry.filename == __file__
+        assert [(r.name, r.num_parameters, r.nbytes) for r in entry.message.layers] == [
+            ("live.second", 9, 36),
+            ("dead", 21, 84),
+            ("act", 0, 0),
+        ]
+        assert entry.message.nbytes == 120
+
+    def test_only_once(self, net: Net) -> None:
+        """After the first completed forward pass, and never again."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            net(X)
+            net.construct(X)
+
+    def test_as_an_error(self) -> None:
+        """Turned into an exception, it leaves a usable net."""
+        net = Net()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(lazycell.UnusedLayerWarning):
+                net(X)
+            net(X)
+        assert names(net.trainable_params()) == ["live.first.weight", "live.first.bias"]
+
+    def test_optional(self) -> None:
+        """What is declared optional, and all below it, isn't warned of."""
+        net = Net()
+        assert lazycell.optional(net.dead) is net.dead
+        lazycell.optional(net.live.second)
+        lazycell.optional(net.act)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            net(X)
+        assert "dead" in lazycell.registry(net).untouched
+
+    def test_nothing_unused_nothing_said(self) -> None:
+        """A net that uses all it has is silent."""
+
+        class Full(lazycell.LazyCell):
+            def __init__(self) -> None:
+                super().__init__()
+                self.body = nn.SequentialCell(nn.Dense(3, 3), nn.BatchNorm1d(3), nn.ReLU())
+                self.blocks = nn.CellList([nn.Dense(3, 3)])
+
+            def construct(self, x: Tensor) -> Tensor:
+                return self.blocks[0](self.body(x))
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            Full()(X)
+
+
+class TestTouchedParameters:
+    """Live lists."""
+
+    def test_untouched_warning(self) -> None:
+        """Iterating before any forward pass warns, names the ways out, and points at the user's line."""
+        net = Net()
+        live = net.trainable_params()
+        with pytest.warns(lazycell.UntouchedWarning, match="(?s)dry_run.*LazyOptimizer.*patch") as caught:
+            assert list(live) == []
+        assert caught[0].filename == __file__
+        with pytest.warns(lazycell.UntouchedWarning):
+            with pytest.raises(ValueError, match="empty"):
+                nn.Adam(net.trainable_params())
+
+    def test_len_and_construction_are_silent(self) -> None:
+        """Only iterating is a sign of a mistake."""
+        net = Net()
+        assert len(net.trainable_params()) == 0 and not net.trainable_params()
+        assert repr(net.trainable_params()) == "[]"
+
+    def test_ordinary_lists_come_out(self, net: Net) -> None:
+        """Slices, copies and sorted lists are plain."""
+        live = net.trainable_params()
+        assert isinstance(live, list) and type(live) is lazycell.TouchedParameters
+        for plain in (live[:], list(live), sorted(live, key=id), live + [], copy.copy(live)):
+            assert type(plain) is list and len(plain) == 2
+        assert type(copy.deepcopy(live)) is list
+        assert live is not net.trainable_params()
+
+    def test_frozen_parameters_are_left_out(self, net: Net) -> None:
+        """Also those that are frozen later."""
+        live = net.trainable_params()
+        net.live.first.weight.requires_grad = False
+        assert names(live) == names(net.trainable_params()) == ["live.first.bias"]
+        net.live.first.weight.requires_grad = True
+        assert names(live) == ["live.first.weight", "live.first.bias"]
+
+    def test_recurse(self, net: Net) -> None:
+        """Without the cells below, only a cell's own parameters."""
+        assert net.trainable_params(recurse=False) == []
+        assert names(lazycell.trainable_params(net.live.first, recurse=False)) == ["live.first.weight", "live.first.bias"]
+
+    def test_no_strong_references(self) -> None:
+        """Neither a list nor the registry's events keep a net alive."""
+        net = Net()
+        live = net.trainable_params()
+        reference = weakref.ref(net)
+        del net
+        gc.collect()
+        assert reference() is None
+        assert live == []
+
+    def test_a_parameter_of_another_net_is_never_taken_in(self) -> None:
+        """Also not when it comes to live where a dead one was."""
+        net = Net()
+        live = net.trainable_params()
+        for _ in range(20):
+            other = lazycell.track(nn.Dense(3, 3))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                other(X)
+            del other
+        assert list.__len__(live) == 0
+
+    def test_untracked_cells_beside_tracked_ones(self) -> None:
+        """What can't be tracked counts as touched."""
+
+        class Plain(nn.Cell):
+            def __init__(self) -> None:
+                super().__init__()
+                self.lazy, self.plain = Net(), nn.Dense(3, 3)
+
+            def construct(self, x: Tensor) -> Tensor:
+                return self.plain(self.lazy(x))
+
+        net = Plain()
+        with pytest.warns(lazycell.UnusedLayerWarning):
+            net(X)
+        assert names(lazycell.trainable_params(net)) == [
+            "lazy.live.first.weight",
+            "lazy.live.first.bias",
+            "plain.weight",
+            "plain.bias",
+        ]
+
+    def test_pickle_fails_as_for_mindspore(self, net: Net) -> None:
+        """A live list pickles as a plain list does."""
+        with pytest.raises(Exception) as plain:
+            pickle.dumps(net)
+        assert plain.value is not None
+        assert type(pickle.loads(pickle.dumps(net.trainable_params()))) is list
+
+
+def test_many_observers_do_not_pile_up(net: Net) -> None:
+    """Lists that are gone are forgotten."""
+    gc.collect()
+    before = len(_tracking.observers)
+    for _ in range(50):
+        net.trainable_params()
+    gc.collect()
+    assert len(_tracking.observers) == before
+    assert ms.get_context("mode") == ms.PYNATIVE_MODE
