@@ -43,7 +43,7 @@ class LazyCell(nn.Cell):  # type: ignore[misc]
         ['body.weight', 'body.bias', 'head.weight', 'head.bias']
     """
 
-    __module__ = "lazycell"
+    # __module__ stays what it is: MindSpore reads the sources of a net's classes by it.
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         _construction.prepare(cls)

@@ -70,11 +70,10 @@ def constructing() -> Iterator[None]:
 
 
 def _finish(cells: list[nn.Cell], parameters: list[Parameter]) -> None:
+    cells = list(_tracking.subtree(*cells))  # with those that a constructor copied rather than built
     for cell in cells:
-        _tracking.watch(cell)
-    for parameter in parameters:  # what a constructor filled by itself, as norms do with ones and zeros
-        if _tracking.can_be_released(parameter):
-            _deferral.drop(parameter)
+        if _tracking.state_of(cell) is not None:
+            _tracking.watch(cell)
     if not internals.OPERATORS_ASK:
         # Older MindSpore hands parameters to operators unseen. One that no cell keeps would reach them
         # without values.
@@ -86,14 +85,16 @@ def _finish(cells: list[nn.Cell], parameters: list[Parameter]) -> None:
 
 def prepare(cls: type) -> None:
     """Let a class's ``__init__``, from its first line to its last, count as construction."""
-    init: Callable[..., None] = cls.__init__  # type: ignore[misc]
-    if hasattr(init, _MARK):
+    inherited: Callable[..., None] = cls.__init__  # type: ignore[misc]
+    own: Callable[..., None] | None = cls.__dict__.get("__init__")
+    if hasattr(own or inherited, _MARK):
         return
 
-    @functools.wraps(init)
+    @functools.wraps(inherited)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         with constructing():
-            init(self, *args, **kwargs)
+            # A class without an __init__ must not stand between its bases in a subclass's order.
+            (own.__get__(self) if own else super(cls, self).__init__)(*args, **kwargs)
 
     setattr(__init__, _MARK, True)
     cls.__init__ = __init__  # type: ignore[misc]

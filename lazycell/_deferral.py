@@ -31,17 +31,17 @@ class _Deferred:
     _lazycell_native: type
 
     def __getattribute__(self, name: str) -> Any:
+        # Not super(): another thread may swap the class at any point.
         if name == "data":
             return self
-        if internals.needs_values(name, sys._getframe(1)):
+        if internals.needs_values(cast(Parameter, self), name, sys._getframe(1)):
             read(cast(Parameter, self))
-            return getattr(self, name)
-        return super().__getattribute__(name)
+        return object.__getattribute__(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "data":
             read(cast(Parameter, self))
-        super().__setattr__(name, value)
+        object.__setattr__(self, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         init = copy.deepcopy(self.init_mode.init, memo)
@@ -67,7 +67,7 @@ class _Deferred:
         parameter = cast(Parameter, self)
         if _is_initializer_for(data, parameter):
             if internals.record_draw(data):
-                parameter.init_mode = internals.tensor_without_storage(data.shape, data.dtype, data.init)
+                internals.set_initializer(parameter, data)
                 return parameter
             data.init_data()
         if not isinstance(data, Tensor) or data.shape != parameter.shape or data.dtype != parameter.dtype:
@@ -81,7 +81,7 @@ class _Deferred:
 def _is_initializer_for(data: Any, parameter: Parameter) -> bool:
     if not isinstance(data, Tensor) or is_deferred(data):
         return False
-    return data.has_init and data.shape == parameter.shape and data.dtype == parameter.dtype
+    return bool(data.has_init and data.shape == parameter.shape and data.dtype == parameter.dtype)
 
 
 def _value_method(name: str) -> Callable[..., Any]:
@@ -104,7 +104,8 @@ def _deferred_class(native: type) -> type:
 
 
 def _become_deferred(parameter: Parameter) -> Parameter:
-    parameter.__class__ = _deferred_class(type(parameter))
+    if not is_deferred(parameter):
+        parameter.__class__ = _deferred_class(type(parameter))
     return parameter
 
 
@@ -157,14 +158,14 @@ class ValueStore:
         """Store an array; the function returned writes it back into one of the same shape and dtype."""
         with self._lock:
             offset = self._file.seek(0, os.SEEK_END)
-            self._file.write(memoryview(array.reshape(-1).view(np.uint8)))
+            self._file.write(array.reshape(-1).view(np.uint8).data)
             self._file.flush()
 
         def get(target: np.ndarray[Any, Any]) -> None:
             flat = np.empty(target.nbytes, np.uint8)
             with self._lock:
                 self._file.seek(offset)
-                if self._file.readinto(memoryview(flat)) != target.nbytes:  # type: ignore[attr-defined]
+                if self._file.readinto(flat.data) != target.nbytes:
                     raise OSError("the temporary file that held a parameter's values was cut short")
             target[...] = flat.view(target.dtype).reshape(target.shape)
 
@@ -192,17 +193,12 @@ def _kept_values(parameter: Parameter, store: Callable[[], ValueStore]) -> inter
         return None
 
 
-def _no_store() -> ValueStore:
-    raise OSError("values are to be kept in memory")
-
-
-def drop(parameter: Parameter, store: Callable[[], ValueStore] = _no_store) -> bool:
+def drop(parameter: Parameter, store: Callable[[], ValueStore]) -> bool:
     """Free a materialized parameter's memory, its values kept where they can be brought back from.
 
     Args:
         parameter: A parameter with storage.
-        store: Gives the file to put values in; asked only if one is needed. Without it, only a parameter
-            whose elements are all the same is dropped.
+        store: Gives the file to put values in; asked only if one is needed.
 
     Returns:
         Whether the memory was freed.
@@ -223,11 +219,11 @@ def defer(parameter: Parameter, store: Callable[[], ValueStore]) -> None:
     would. One built from data, or from an initializer that draws in ways of its own, gives its memory back.
     """
     if not internals.can_be_deferred(parameter):
+        parameter.init_data()
         return
     internals.guard_operators(is_deferred, read)
     if internals.is_without_storage(parameter) and internals.record_draw(parameter.init_mode):
-        tensor = parameter.init_mode  # may be shared with other parameters; each needs its own
-        parameter.init_mode = internals.tensor_without_storage(tensor.shape, tensor.dtype, tensor.init)
+        internals.set_initializer(parameter, parameter.init_mode)
         _become_deferred(parameter)
     else:
         parameter.init_data()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import runpy
 import sys
 import warnings
 from types import FrameType
@@ -18,6 +19,7 @@ _NOT_THE_USERS = (
     os.path.dirname(os.path.abspath(__file__)) + os.sep,
     os.path.dirname(os.path.abspath(str(mindspore.__file__))) + os.sep,
     contextlib.__file__,
+    runpy.__file__,
     "<frozen ",
 )
 

@@ -12,8 +12,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType, ModuleType
-from typing import Any, cast
+from types import FrameType, ModuleType
+from typing import Any
 
 import mindspore
 import numpy as np
@@ -35,7 +35,6 @@ def in_graph_mode() -> bool:
     return bool(mindspore.get_context("mode") == mindspore.GRAPH_MODE)
 
 
-_CELL_CALL: CodeType = nn.Cell.__call__.__code__
 _API_MODULES = ("mindspore.common.api", "mindspore.graph.api")
 _PARSER_MODULE = "mindspore._extends.parse"
 _RECORDERS = ("_pynative_forward_run", "_pynative_func_grad_forward")  # the second: MindSpore 2.9 and later
@@ -53,7 +52,7 @@ def _stack() -> Iterator[FrameType]:
 
 def _cell_run_by(frame: FrameType) -> nn.Cell | None:
     code = frame.f_code
-    if code is not _CELL_CALL and (code.co_name != "construct" or not code.co_argcount):
+    if code.co_name not in ("__call__", "construct") or not code.co_argcount:
         return None
     cell = frame.f_locals.get(code.co_varnames[0])
     return cell if isinstance(cell, nn.Cell) else None
@@ -76,7 +75,7 @@ def _is_recording(frame: FrameType) -> bool:
 def forward_running() -> bool:
     """Whether this thread is inside a forward pass.
 
-    That is: some ``construct`` or ``Cell.__call__`` is on the stack, a function is being compiled,
+    That is: some cell's ``construct`` or ``__call__`` is on the stack, a function is being compiled,
     or gradients are being recorded. The stack says so exactly, and costs settled cells nothing:
     only the first read of an untouched parameter ever asks.
     """
@@ -140,12 +139,17 @@ def parameter_without_storage(init: Initializer, like: Parameter) -> Parameter:
     return parameter
 
 
+def set_initializer(parameter: Parameter, tensor: Tensor) -> None:
+    """Let a parameter without storage take the initializer of a tensor, which may belong to others as well."""
+    parameter.init = tensor.init
+    parameter.init_mode = tensor_without_storage(tensor.shape, tensor.dtype, tensor.init)
+
+
 def drop_storage(parameter: Parameter, init: Initializer) -> None:
     """Free a parameter's memory in place; ``init`` will bring its values back."""
     tensor = tensor_without_storage(parameter.shape, parameter.dtype, init)
     parameter.assign_value(tensor)
-    parameter.init = init
-    parameter.init_mode = tensor
+    set_initializer(parameter, tensor)
 
 
 def fill_storage(native: type, parameter: Parameter) -> None:
@@ -163,12 +167,21 @@ def assign_storage(native: type, parameter: Parameter, values: Tensor) -> None:
     parameter.init_mode = None
 
 
+_DEFERRED_TYPES = (
+    mindspore.float16, mindspore.bfloat16, mindspore.float32, mindspore.float64, mindspore.complex64,
+    mindspore.complex128,
+)  # fmt: skip
+
+
 def can_be_deferred(parameter: Parameter) -> bool:
     """Whether a new parameter is one that lazycell knows how to defer.
 
     Not on the meta device, nor in automatic parallelism: there MindSpore itself keeps it without
-    storage. Nor a parameter of a user's own tensor class.
+    storage. Nor a parameter of a user's own tensor class. Nor integers, booleans and scalars: MindSpore
+    takes them as indices, sizes, masks and numbers without asking, and they are small.
     """
+    if parameter.dtype not in _DEFERRED_TYPES or not parameter.ndim:
+        return False
     if parameter.is_in_parallel or getattr(parameter, "is_meta", False):  # is_meta: MindSpore 2.9 and later
         return False
     return type(parameter) is Parameter._get_base_class(Tensor)
@@ -179,19 +192,21 @@ def is_without_storage(parameter: Parameter) -> bool:
     return bool(parameter.has_init)
 
 
-# What can be asked of a parameter without needing its values. All names that start with an underscore
-# are let through as well: MindSpore keeps its own bookkeeping under them.
+# What can be asked of a parameter without needing its values. Names that start with an underscore, that the
+# user set, or that no parameter has, are let through as well.
 METADATA = frozenset(
     """
-    add_pipeline_stage assign_value assign_value_cpp cache_enable cache_shape comm_fusion dim dtype element_size has_init init init_data
-    init_flag init_mode init_param inited_param is_default_input_init is_in_parallel is_init is_meta is_parameter
-    itemsize key layerwise_parallel load name nbytes ndim ndimension nelement numel parallel_optimizer
-    parallel_optimizer_comm_recompute param_info register_hook requires_aggr requires_grad set_data shape
-    size set_dtype sliced unique wait_pipeline
+    add_pipeline_stage assign_value assign_value_cpp cache_enable cache_shape comm_fusion device dim dtype
+    element_size get_device grad has_init init init_data init_flag init_mode init_param inited_param is_complex
+    is_default_input_init is_floating_point is_in_parallel is_init is_leaf is_meta is_parameter is_signed itemsize
+    key layerwise_parallel load name nbytes ndim ndimension nelement numel parallel_optimizer
+    parallel_optimizer_comm_recompute param_info register_hook requires_aggr requires_grad set_data set_dtype shape
+    size sliced unique wait_pipeline
     """.split()
 )
 
-OPERATORS_ASK = importlib.util.find_spec("mindspore.utils.ms_dispatch") is not None  # MindSpore 2.9 and later
+# MindSpore 2.9 and later
+OPERATORS_ASK = importlib.util.find_spec("mindspore.utils.ms_dispatch") is not None
 
 # MindSpore 2.9 and later look these up on every tensor that an operator is given, before they look at
 # its values. On older versions most operators refuse a parameter without storage ("is uninitialized"); the
@@ -234,14 +249,16 @@ def guard_operators(needs_reading: Callable[[object], bool], read: Callable[[Par
     _pynative_executor.run_op_async = run_op_async
 
 
-def needs_values(name: str, caller: FrameType) -> bool:
+def needs_values(parameter: Parameter, name: str, caller: FrameType) -> bool:
     """Whether looking up this attribute of a parameter means that its values are about to be used."""
+    if name in METADATA:
+        return False
     if name == "__class__":
         # Tensor(parameter) copies the storage after a few isinstance() checks, and looks up nothing else.
         return caller.f_code.co_name == "_check_input_data_type"
     if name.startswith("_"):
         return name in _OPERATOR_LOOKUPS
-    return name not in METADATA
+    return name not in object.__getattribute__(parameter, "__dict__") and hasattr(type(parameter), name)
 
 
 def value_dunders(native: type) -> list[str]:
@@ -304,7 +321,7 @@ def _replay_values(init: Initializer, array: np.ndarray[Any, Any]) -> None:
     if not _replaying:
         _replaying.append(_load_replaying_module())
     _replay.seed = init._lazycell_seed
-    getattr(_replaying[0], init._lazycell_definition)._initialize(init, array)
+    getattr(_replaying[0], init._lazycell_recorded)._initialize(init, array)
 
 
 def _recorded_class(kind: type) -> type:
@@ -318,25 +335,30 @@ def _recorded_class(kind: type) -> type:
 def record_draw(tensor: Tensor) -> bool:
     """Draw the seed of a tensor's initializer now, for values that are computed later.
 
+    The tensor gets an initializer of its own, which no later change to the given one can reach.
+
     Returns:
         False if the initializer isn't known to draw nothing or one seed; nothing was drawn then.
     """
     init = tensor.init
-    if not isinstance(init, Initializer) or hasattr(init, "_lazycell_seed") or isinstance(init, KeptValues):
-        return isinstance(init, Initializer)
-    definition = _definition(init)
+    if hasattr(init, "_lazycell_recorded"):
+        return True
+    definition = _definition(init) if isinstance(init, Initializer) else None
+    if definition not in _NO_DRAW | _ONE_DRAW:
+        return False
+    recorded = copy.copy(init)
+    recorded._lazycell_recorded = definition
     if definition in _ONE_DRAW:
-        recorded = copy.copy(init)
         recorded.__class__ = _recorded_class(type(init))
         recorded._lazycell_seed = int(_initializers._numpy_seed())
-        recorded._lazycell_definition = definition
-        tensor.init = recorded
-        return True
-    return definition in _NO_DRAW
+    tensor.init = recorded
+    return True
 
 
 class KeptValues(Initializer):  # type: ignore[misc]
     """An initializer that brings back values known beforehand."""
+
+    _lazycell_recorded = "KeptValues"
 
     def __init__(self, fill: Callable[[np.ndarray[Any, Any]], None]) -> None:
         super().__init__()
@@ -445,4 +467,4 @@ def subclass_unseen(base: type, namespace: dict[str, Any]) -> type:
     """
     made = type.__new__(type(base), base.__name__, (nn.Cell,), namespace)
     made.__bases__ = (base,)
-    return cast(type, made)
+    return made

@@ -8,6 +8,7 @@ watching kind as long as one of its parameters is untouched.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import sys
@@ -15,7 +16,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any, Protocol
 
 from mindspore import Parameter, nn
@@ -56,13 +57,15 @@ class CellState:
         copied = CellState.__new__(CellState)
         memo[id(self)] = copied
         copied.__dict__.update(self.__dict__)
-        copied.cell = weakref.ref(memo[id(self.cell())])  # copy.deepcopy() notes a new object before its parts
+        twin = memo.get(id(self.cell()))  # copy.deepcopy() notes a new object before it copies its parts
+        copied.cell = self.cell if twin is None else weakref.ref(twin)
         return copied
 
 
 def state_of(cell: nn.Cell) -> CellState | None:
     """The state of a tracked cell, or None for a cell that lazycell doesn't track."""
-    return cell.__dict__.get(_KEY)
+    state: CellState | None = cell.__dict__.get(_KEY)
+    return state
 
 
 # ---------------------------------------------------------------------------------------------
@@ -102,8 +105,13 @@ def touch(parameter: Parameter) -> None:
                 observer.parameter_touched(parameter)
 
 
+def in_forward() -> bool:
+    """Whether this thread is inside a forward pass."""
+    return _running.depth > 0 or internals.forward_running()
+
+
 def _read(parameter: Parameter) -> None:
-    touch(parameter) if internals.forward_running() else _deferral.materialize(parameter)
+    touch(parameter) if in_forward() else _deferral.materialize(parameter)
 
 
 _deferral.on_read = _read
@@ -111,12 +119,11 @@ _deferral.on_read = _read
 
 def _use(state: CellState) -> None:
     with _lock:
-        if state.order is not None:
-            return
-        state.order = next(_order)
-    cell = state.cell()
-    for observer in list(observers) if cell is not None else ():
-        observer.cell_used(cell)
+        cell = state.cell()
+        if state.order is None:
+            state.order = next(_order)
+            for observer in list(observers) if cell is not None else ():
+                observer.cell_used(cell)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -141,10 +148,10 @@ class Parameters(OrderedDict[str, Any]):
             self.__class__ = WatchedParameters
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameters:
-        copied = Parameters(_deferral.copy.deepcopy(self.state, memo), ())
+        copied = Parameters(copy.deepcopy(self.state, memo), ())
         memo[id(self)] = copied
         for name, parameter in OrderedDict.items(self):
-            twin = _deferral.copy.deepcopy(parameter, memo)
+            twin = copy.deepcopy(parameter, memo)
             if parameter is not None and is_touched(parameter):
                 twin._lazycell_touched = True
             copied[name] = twin
@@ -152,40 +159,42 @@ class Parameters(OrderedDict[str, Any]):
 
 
 class WatchedParameters(Parameters):
-    """The direct parameters of a tracked cell, some of them untouched: reading one in a forward pass touches it."""
+    """The direct parameters of a tracked cell, some of them untouched: reading one in a forward pass touches it.
+
+    Its methods don't call each other, nor super(): another thread may put the class back at any point.
+    """
 
     def __getitem__(self, name: str) -> Parameter | None:
         parameter: Parameter | None = OrderedDict.__getitem__(self, name)
-        if name in self.pending and (is_touched(parameter) or internals.forward_running()):
-            self.touch(name)
+        if name in self.pending and (is_touched(parameter) or in_forward()):
+            _touch_entries(self, [name])
         return parameter
 
     def items(self) -> Any:
-        self._listed(sys._getframe(1))
-        return OrderedDict.items(self)  # its class may have changed
+        _listed(self, sys._getframe(1))
+        return OrderedDict.items(self)
 
     def values(self) -> Any:
-        self._listed(sys._getframe(1))
+        _listed(self, sys._getframe(1))
         return OrderedDict.values(self)
 
-    def _listed(self, frame: Any) -> None:
-        if self.pending and internals.listed_by_user(frame) and internals.forward_running():
-            self.touch_all()
 
-    def touch(self, name: str) -> None:
-        """Note that one parameter is being read."""
-        parameter = OrderedDict.__getitem__(self, name)
-        if parameter is not None:
-            touch(parameter)
-        _use(self.state)
-        self.pending.discard(name)
-        if not self.pending:
-            self.__class__ = Parameters
+def _listed(parameters: Parameters, frame: FrameType) -> None:
+    if parameters.pending and internals.listed_by_user(frame) and in_forward():
+        _touch_entries(parameters, list(parameters.pending))
 
-    def touch_all(self) -> None:
-        """Note that all parameters are being read."""
-        for name in list(self.pending):
-            self.touch(name)
+
+def _touch_entries(parameters: Parameters, names: list[str]) -> None:
+    """Note that some of a cell's parameters are being read."""
+    with _lock:
+        for name in names:
+            parameter = OrderedDict.get(parameters, name)
+            if parameter is not None:
+                touch(parameter)
+            parameters.pending.discard(name)
+        if not parameters.pending:
+            parameters.__class__ = Parameters
+        _use(parameters.state)
 
 
 class Children(OrderedDict[str, Any]):
@@ -215,10 +224,10 @@ def own_children(cell: nn.Cell) -> list[tuple[str, nn.Cell]]:
     return [(name, child) for name, child in OrderedDict.items(cell._cells) if child is not None]
 
 
-def subtree(cell: nn.Cell) -> Iterator[nn.Cell]:
-    """A cell and all below it, each once, parents first, in MindSpore's own order."""
+def subtree(*cells: nn.Cell) -> Iterator[nn.Cell]:
+    """Cells and all below them, each once, parents first, in MindSpore's own order."""
     seen: set[int] = set()
-    stack = [cell]
+    stack = list(reversed(cells))
     while stack:
         current = stack.pop()
         if id(current) not in seen:
@@ -306,8 +315,9 @@ def is_watched(cell: nn.Cell) -> bool:
 
 def unwatch(cell: nn.Cell) -> None:
     """Put a cell's real class back."""
-    if is_watched(cell):
-        cell.__class__ = type(cell)._lazycell_native
+    native = type(cell).__dict__.get("_lazycell_native")
+    if native is not None:
+        cell.__class__ = native
 
 
 def _watched_class(native: type) -> type:
@@ -319,8 +329,8 @@ def _watched_class(native: type) -> type:
             "__module__": native.__module__,
             "__qualname__": native.__qualname__,
             "__doc__": native.__doc__,
-            "__call__": _call,
-            "construct": _Construct(native),
+            "__call__": _watched_call(native),
+            "construct": _WatchedConstruct(native),
             "_lazycell_native": native,
         }
         made = internals.subclass_unseen(native, namespace)
@@ -328,42 +338,36 @@ def _watched_class(native: type) -> type:
     return made
 
 
-def _call(cell: nn.Cell, *args: Any, **kwargs: Any) -> Any:
-    """``__call__`` of a watched cell."""
-    return _run(cell, "__call__", args, kwargs)
+def _watched_call(native: Any) -> Callable[..., Any]:
+    """``__call__`` of a watched class."""
+
+    @functools.wraps(native.__call__)
+    def watched_call(cell: nn.Cell, *args: Any, **kwargs: Any) -> Any:
+        return _run(cell, native.__call__, args, kwargs)
+
+    return watched_call
 
 
-class _Construct:
-    """``construct`` of a watched cell: calling it is an invocation, looking at it is not."""
+class _WatchedConstruct:
+    """``construct`` of a watched class: calling it is an invocation, looking at it is not."""
 
-    def __init__(self, native: type) -> None:
-        def construct(cell: nn.Cell, *args: Any, **kwargs: Any) -> Any:
-            return _run(cell, "construct", args, kwargs)
+    def __init__(self, native: Any) -> None:
+        @functools.wraps(native.construct)
+        def watched_construct(cell: nn.Cell, *args: Any, **kwargs: Any) -> Any:
+            return _run(cell, native.construct, args, kwargs)
 
         self._native = native
-        self._function = functools.update_wrapper(construct, native.construct)  # type: ignore[attr-defined]
+        self._function = watched_construct
 
     def __get__(self, cell: nn.Cell | None, owner: type) -> Any:
         if cell is None:
-            return self._native.construct  # type: ignore[attr-defined]
+            return self._native.construct
         if internals.parser_asks(sys._getframe(1)):
             # A graph is being compiled, which will call this cell; from there on nothing is seen.
-            _use_untracked(cell)
             unwatch(cell)
+            _use_untracked(cell)
             return cell.construct
         return MethodType(self._function, cell)
-
-
-def _enter(cell: nn.Cell) -> CellState:
-    """Note the invocation of a cell; from here on it runs as its real class."""
-    state = begin(cell)
-    unwatch(cell)
-    state.called = True
-    _use(state)
-    for parameter in hidden_parameters(cell):
-        touch(parameter)
-    internals.prepare_first_call(cell)
-    return state
 
 
 def _is_outermost() -> bool:
@@ -371,30 +375,51 @@ def _is_outermost() -> bool:
     return not _running.depth and not any(state_of(cell) for cell in internals.running_cells())
 
 
-def _run(cell: nn.Cell, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _enter(cell: nn.Cell, outermost: bool) -> bool:
+    """Note the invocation of a watched cell; from here on it runs as its real class.
+
+    Returns:
+        False if the cell isn't watched any more: another thread was faster, or its method was kept from before.
+    """
+    with _lock:
+        if not is_watched(cell):
+            return False
+        if outermost:
+            adopt(cell)
+            if internals.in_graph_mode():
+                # Nothing runs in Python: what the graph uses can't be seen, so all of it counts as used.
+                for current in list(subtree(cell)):
+                    unwatch(current)
+                    _use_untracked(current)
+        state = begin(cell)
+        state.called = True
+        _use(state)
+        for parameter in hidden_parameters(cell):
+            touch(parameter)
+        internals.prepare_first_call(cell)
+        unwatch(cell)
+        return True
+
+
+def _run(cell: nn.Cell, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a watched cell: note its use, let the real class do the work, and see whether it completes."""
     outermost = _is_outermost()
-    if outermost:
-        adopt(cell)
     _running.depth += 1
+    entered = False
     try:
-        if outermost and internals.in_graph_mode():
-            # Nothing runs in Python: what the graph uses can't be seen, so all of it counts as used.
-            for current in list(subtree(cell)):
-                unwatch(current)
-                _use_untracked(current)
-        state = _enter(cell)
-        result = getattr(cell, method)(*args, **kwargs)
+        entered = _enter(cell, outermost)
+        result = method(cell, *args, **kwargs)
     except BaseException:
-        if outermost:
+        if entered and outermost:
             watch(cell)
         raise
     finally:
         _running.depth -= 1
-    state.completed = True
-    if outermost:
-        for listener in completion_listeners:
-            listener(cell)
+    if entered:
+        begin(cell).completed = True
+        if outermost:
+            for listener in completion_listeners:
+                listener(cell)
     return result
 
 

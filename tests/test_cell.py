@@ -86,6 +86,28 @@ class TestClass:
         for made in (Mixed(), Derived(), Data()):
             assert deferred(made) == {p.name for p in made.get_parameters()} != set()
 
+    def test_bases_without_init(self) -> None:
+        """An instance of a base without ``__init__`` changes nothing for classes that inherit from several."""
+
+        class Bare(lazycell.LazyCell):
+            pass
+
+        class Makes(lazycell.LazyCell):
+            def __init__(self) -> None:
+                super().__init__()
+                self.made = nn.Dense(2, 2)
+
+        class Combined(Bare, Makes):
+            pass
+
+        Bare()
+        assert len(deferred(Combined())) == 2
+
+    def test_sources_can_be_found(self) -> None:
+        """MindSpore reads the sources of a net's classes, LazyCell's included."""
+        assert inspect.getsource(lazycell.LazyCell).startswith("class LazyCell(nn.Cell)")
+        assert inspect.getsource(type(Net())) == inspect.getsource(Net)
+
     def test_layers_built_before_super_init(self) -> None:
         """The constructor counts from its first line."""
 

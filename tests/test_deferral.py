@@ -17,6 +17,7 @@ from strategies import OwnInitializer
 import lazycell
 from lazycell import _deferral
 from lazycell import _mindspore as internals
+from lazycell._tracking import own_parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
 
@@ -140,6 +141,11 @@ def test_one_initializer_for_many_parameters() -> None:
     assert bits(net.c) == bits(net.d)
 
 
+def one(make: Callable[[], Parameter]) -> Callable[[], nn.Cell]:
+    """A plain cell with one parameter."""
+    return lambda: holder(make)(nn.Cell)
+
+
 LAYERS_FROM_DATA = {
     "LSTM": lambda: nn.LSTM(3, 4, 2, bidirectional=True),
     "GRU": lambda: nn.GRU(3, 4),
@@ -149,42 +155,105 @@ LAYERS_FROM_DATA = {
     "RNNCell": lambda: nn.RNNCell(3, 4),
     "PReLU": lambda: nn.PReLU(3, 0.3),
     "mint PReLU": lambda: mint.nn.PReLU(3),
-    "mint BatchNorm1d": lambda: mint.nn.BatchNorm1d(3),
-    "mint BatchNorm2d": lambda: mint.nn.BatchNorm2d(3),
     "mint LayerNorm": lambda: mint.nn.LayerNorm(3),
     "Embedding with padding": lambda: nn.Embedding(5, 3, padding_idx=1),
-    "random data": lambda: holder(lambda: Parameter(np.random.rand(3, 2).astype(np.float32), name="w"))(nn.Cell),
-    "scalars": lambda: holder(lambda: Parameter(Tensor(0.1), name="w"))(nn.Cell),
-    "not a number": lambda: holder(lambda: Parameter(Tensor([np.nan, np.nan]), name="w"))(nn.Cell),
-    "signed zeros": lambda: holder(lambda: Parameter(Tensor([0.0, -0.0]), name="w"))(nn.Cell),
-    "integers": lambda: holder(lambda: Parameter(Tensor([2**62, 2**62 + 1], ms.int64), name="w"))(nn.Cell),
-    "booleans": lambda: holder(lambda: Parameter(Tensor([True, False]), name="w", requires_grad=False))(nn.Cell),
-    "half": lambda: holder(lambda: Parameter(Tensor([1.5, 2.5], ms.float16), name="w"))(nn.Cell),
-    "bfloat16": lambda: holder(lambda: Parameter(Tensor([1.5, 2.5], ms.bfloat16), name="w"))(nn.Cell),
+    "copied layers": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 2),
+    "random data": one(lambda: Parameter(np.random.rand(3, 2).astype(np.float32), name="w")),
+    "not a number": one(lambda: Parameter(Tensor([np.nan, np.nan]), name="w")),
+    "signed zeros": one(lambda: Parameter(Tensor([0.0, -0.0]), name="w")),
+    "half": one(lambda: Parameter(Tensor([1.5, 2.5], ms.float16), name="w")),
+    "bfloat16": one(lambda: Parameter(Tensor([1.5, 2.5], ms.bfloat16), name="w")),
+    "complex": one(lambda: Parameter(Tensor([1.5 + 1j, 2.5]), name="w", requires_grad=False)),
+}
+# Their own constructor writes into them, or MindSpore takes them as numbers without asking.
+KEPT = {
+    "mint BatchNorm1d": lambda: mint.nn.BatchNorm1d(3),
+    "mint BatchNorm2d": lambda: mint.nn.BatchNorm2d(3),
+    "scalars": one(lambda: Parameter(Tensor(0.1), name="w")),
+    "scalars from an initializer": one(lambda: Parameter(init.initializer("normal", ()), name="w")),
+    "integers": one(lambda: Parameter(Tensor([2**62, 2**62 + 1], ms.int64), name="w")),
+    "integers from an initializer": one(lambda: Parameter(init.initializer("ones", (2,), ms.int32), name="w")),
+    "booleans": one(lambda: Parameter(Tensor([True, False]), name="w", requires_grad=False)),
 }
 
 
-@pytest.mark.parametrize("name", LAYERS_FROM_DATA)
+@pytest.mark.parametrize("name", LAYERS_FROM_DATA | KEPT)
 def test_layers_built_from_data(name: str) -> None:
-    """A layer that builds parameters from data, whoever wrote it, holds nothing and comes back bit for bit."""
+    """A layer that builds parameters from data, whoever wrote it, comes back bit for bit, and holds nothing if it may."""
 
     def make(base: type[nn.Cell]) -> nn.Cell:
         class Net(base):
             def __init__(self) -> None:
                 super().__init__()
-                self.layer = LAYERS_FROM_DATA[name]()
+                self.layer = (LAYERS_FROM_DATA | KEPT)[name]()
                 self.last = nn.Dense(2, 2)
 
         return Net()
 
     eager, net = both(make)
-    if name != "bfloat16":  # NumPy has no such dtype; MindSpore shows it as another, so the values stay
+    if name in KEPT:
+        assert not {p.name for p in own_parameters(net.layer)} & deferred(net)
+    else:
         assert deferred(net) == {p.name for p in net.get_parameters()}
-    for one, other in zip(eager.get_parameters(), net.get_parameters(), strict=True):
-        assert one.dtype == other.dtype
-        assert bits(one.astype(ms.float32) if name == "bfloat16" else one) == bits(
-            other.astype(ms.float32) if name == "bfloat16" else other
-        )
+    for expected, parameter in zip(eager.get_parameters(), net.get_parameters(), strict=True):
+        assert expected.dtype == parameter.dtype
+        values = [p.astype(ms.float32) if p.dtype == ms.bfloat16 else p for p in (expected, parameter)]
+        assert bits(values[0]) == bits(values[1])
+
+
+def test_a_view_taken_in_init_stays_a_view() -> None:
+    """What a constructor reads keeps its storage, so that aliases of it stay aliases."""
+
+    class Net(lazycell.LazyCell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = Parameter(init.initializer("zeros", (4,)), name="w")
+            self.view = self.weight.view(2, 2)
+
+        def construct(self) -> Tensor:
+            ops.assign_add(self.weight, ops.ones(4))
+            return self.view.sum()
+
+    assert Net()().asnumpy() == 4
+
+
+def test_parameters_made_from_parameters() -> None:
+    """``Parameter(parameter)`` and ``weight_init=parameter`` copy values, in ``__init__`` as elsewhere; no draw is added."""
+
+    def make(base: type[nn.Cell]) -> nn.Cell:
+        class Net(base):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a = nn.Dense(2, 2)
+                self.b = Parameter(self.a.weight, name="b")
+                self.c = nn.Dense(2, 2, weight_init=self.a.weight)
+                self.lstm = nn.LSTM(2, 2)
+                self.d = Parameter(self.lstm.w_ih_list[0], name="d")
+
+        return Net()
+
+    eager, net = both(make)
+    assert_same_values(eager, net)
+    assert bits(net.b) == bits(net.a.weight) and bits(net.d) == bits(net.lstm.w_ih_list[0])
+
+
+@pytest.mark.parametrize("initializer", [init.Constant(1.0), init.Normal(1.0)])
+def test_an_initializer_that_is_changed_afterwards(initializer: init.Initializer) -> None:
+    """What counts is what it was when the parameter was built."""
+
+    def make(base: type[nn.Cell]) -> nn.Cell:
+        class Net(base):
+            def __init__(self) -> None:
+                super().__init__()
+                initializer.value = initializer.sigma = 1.0
+                self.weight = Parameter(init.initializer(initializer, (4,)), name="w")
+                initializer.value = initializer.sigma = 5.0
+
+        return Net()
+
+    eager, net = both(make)
+    assert is_deferred(net._params.get("weight"))
+    assert_same_values(eager, net)
 
 
 def test_no_room_for_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +271,7 @@ def test_no_room_for_values(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------------------------------
 # Changes before the first use
 
+HAS_DATA = getattr(Parameter.data, "fset", None) is not None  # MindSpore 2.8 and later
 CHANGES: dict[str, Callable[[Parameter], object]] = {
     "another initializer": lambda p: p.set_data(init.initializer(init.Normal(2.0), p.shape, p.dtype)),
     "a constant initializer": lambda p: p.set_data(init.initializer("ones", p.shape, p.dtype)),
@@ -214,6 +284,7 @@ CHANGES: dict[str, Callable[[Parameter], object]] = {
     "assigned by an operator": lambda p: ops.assign(p, Tensor(np.full((3, 2), 7, np.float32))),
     "added to by an operator": lambda p: ops.assign_add(p, Tensor(np.full((3, 2), 7, np.float32))),
     "copied into": lambda p: p.copy_(Tensor(np.full((3, 2), 7, np.float32))),
+    **({"data": lambda p: setattr(p, "data", Tensor(np.full((3, 2), 7, np.float32)))} if HAS_DATA else {}),
     "an element": lambda p: p.__setitem__(0, 5.0),
     "in place": lambda p: p.__iadd__(1.0),
     "half precision": lambda p: p.set_dtype(ms.float16),
@@ -361,6 +432,49 @@ def test_reading_values_materializes_without_touching(name: str) -> None:
         return
     assert expected == _read((READS | ASKING)[name], parameter)
     assert "weight" not in [p.name for p in net.trainable_params()[:]]
+
+
+INDICES: dict[str, Callable[[Tensor, Parameter, Parameter, Parameter], object]] = {
+    "index": lambda x, k, j, m: x[:, k],
+    "scalar index": lambda x, k, j, m: x[j],
+    "slice": lambda x, k, j, m: x[j:],
+    "mask": lambda x, k, j, m: x[:, m],
+    "write": lambda x, k, j, m: (x.__setitem__((slice(None), k), 5.0), x)[1],
+    "size": lambda x, k, j, m: ops.zeros((j, 2)),
+    "shape": lambda x, k, j, m: x.reshape((j, -1)),
+    "axis": lambda x, k, j, m: ops.sum(x, j),
+    "concat axis": lambda x, k, j, m: ops.cat([x, x], axis=int(j)),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_integers_and_masks(name: str) -> None:
+    """Parameters that MindSpore takes as indices, sizes and masks have their values from the start."""
+
+    def make(base: type[nn.Cell]) -> nn.Cell:
+        class Net(base):
+            def __init__(self) -> None:
+                super().__init__()
+                self.k = Parameter(init.initializer("ones", (2,), ms.int32), name="k", requires_grad=False)
+                self.j = Parameter(init.initializer("ones", (), ms.int32), name="j", requires_grad=False)
+                self.m = Parameter(init.initializer("ones", (4,), ms.bool_), name="m", requires_grad=False)
+
+        return Net()
+
+    eager, net = both(make)
+    expected = INDICES[name](Tensor(X), eager.k, eager.j, eager.m)
+    assert bits(expected) == bits(INDICES[name](Tensor(X), net.k, net.j, net.m))
+
+
+def test_attributes_that_users_set() -> None:
+    """Tagging parameters, and asking for tags that aren't there, allocates nothing."""
+    net = holder(lambda: Parameter(init.initializer("normal", (3, 4)), name="w"))(lazycell.LazyCell)
+    weight = net.weight
+    weight.no_decay = True
+    assert weight.no_decay is True and getattr(weight, "lr_scale", 1.0) == 1.0 and not hasattr(weight, "nothing")
+    assert is_deferred(weight)
+    weight.asnumpy()
+    assert weight.no_decay is True
 
 
 def test_metadata_needs_no_values() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 import threading
 import warnings
 from collections import OrderedDict
@@ -326,6 +328,20 @@ class TestNesting:
         assert bits(net.a.weight) != value
         assert net.b.weight._lazycell_native is before and len(deferred(net)) == 2
 
+    def test_copied_in_a_constructor(self) -> None:
+        """Layers that a constructor copies are deferred, tracked and warned of like those that it builds."""
+
+        def copies() -> nn.Cell:
+            layer = nn.SequentialCell(dense(), nn.ReLU())
+            return nn.CellList([copy.deepcopy(layer) for _ in range(3)])
+
+        net = Net(lambda self, x: self.copies[1](x), copies=copies)
+        assert len(deferred(net)) == 6
+        with pytest.warns(lazycell.UnusedLayerWarning) as caught:
+            net(X)
+        assert [layer.name for layer in caught[0].message.layers] == ["copies.0", "copies.2"]
+        assert touched(net) == {"copies.1.0.weight", "copies.1.0.bias"}
+
     def test_passed_in_from_outside(self) -> None:
         """A layer built before the net has its values already, and is tracked from then on."""
         body, head = dense(), dense()
@@ -396,6 +412,47 @@ class TestLateAdditions:
 
 class TestOddCells:
     """Cells with mechanisms of their own."""
+
+    def test_wrapped_construct(self) -> None:
+        """``construct`` taken before the first call and wrapped, as MindSpore's own mixed precision does."""
+        net = Net(lambda self, x: self.a(x), a=dense, b=dense)
+        inner, outer = net.a.construct, net.construct
+        net.a.construct = lambda x: inner(x) * 2
+        net.construct = lambda x: outer(x) + 1
+        first, second = bits(net(X)), bits(net(X))
+        del net.construct, net.a.construct
+        assert first == second == bits(net(X) * 2 + 1)
+        assert touched(net) == {"a.weight", "a.bias"}
+        mixed = ms.amp.auto_mixed_precision(Net(lambda self, x: self.a(x), a=dense), "auto")
+        assert mixed(X).shape == (1, 2)
+
+    def test_subclass_of_an_untouched_cells_class(self) -> None:
+        """It is a subclass of the real class for all that matters."""
+        net = Net(lambda self, x: self.a(x), a=dense)
+
+        class Sub(type(net.a)):
+            def construct(self, x: Tensor) -> Tensor:
+                return super().construct(x) * 2
+
+        twice = Sub(2, 2)
+        assert isinstance(twice, nn.Dense) and twice(X).shape == (1, 2) == twice.construct(X).shape
+
+    def test_own_call(self) -> None:
+        """A cell with its own ``__call__`` is in a forward pass while that runs, the first time and later."""
+
+        class Own(nn.Cell):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = weight("a"), weight("b")
+
+            def __call__(self, x: Tensor, other: bool = False) -> Tensor:
+                return x * (self.b if other else self.a)
+
+        net = Net(lambda self, *args: self.own(*args), own=Own)
+        net(X)
+        assert touched(net) == {"own.a"}
+        net.own(X, True)
+        assert touched(net) == {"own.a", "own.b"}
 
     def test_own_getattr(self) -> None:
         """A cell whose attribute lookup is its own is tracked all the same."""
@@ -576,6 +633,22 @@ class TestThreads:
             assert [[layer.name for layer in entry.message.layers] for entry in caught] == [["b"]]
             assert len(touched(net)) == 40 and len(net.trainable_params()) == 40
             assert_same_values(eager, net)
+
+    def test_many_cells_at_once(self) -> None:
+        """No thread stumbles over another that settles the same cells, nor one that only looks."""
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            for _ in range(10):
+                net = Net(
+                    lambda self, x: [cell(x) for cell in self.parts],
+                    parts=lambda: nn.CellList([Reads() for _ in range(50)]),
+                )
+                live = net.trainable_params()
+                self.run(lambda net=net: (net(X), str(lazycell.registry(net)), list(net.get_parameters())), 4)
+                assert len(touched(net)) == 100 and list.__len__(live) == 100
+        finally:
+            sys.setswitchinterval(interval)
 
     def run(self, work, count: int) -> None:
         """Run some work in several threads that start together."""

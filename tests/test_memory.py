@@ -1,0 +1,124 @@
+"""Dead layers cost no memory, and settled ones no operations: counted, never timed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ones
+from mindspore import Tensor, nn
+
+import lazycell
+from lazycell import _mindspore, _tracking
+
+DEAD_GIANTS = """
+import warnings
+import mindspore as ms
+import psutil
+from mindspore import Tensor, nn
+import lazycell
+warnings.simplefilter("ignore")
+ms.set_device({device!r})
+
+def resident():
+    return psutil.Process().memory_info().rss
+
+class Net(lazycell.LazyCell):
+    def __init__(self, giants):
+        super().__init__()
+        self.body = nn.Dense(8, 8)
+        if giants:
+            self.dead1 = nn.Dense(16384, 16384)
+            self.dead2 = nn.Dense(16384, 16384)
+    def construct(self, x):
+        return self.body(x)
+
+def train(net):
+    x = ms.ops.ones((4, 8))
+    live = net.trainable_params()
+    step = ms.value_and_grad(lambda x: net(x).sum(), None, live)
+    _, gradients = step(x)
+    optimizer = nn.Adam(net.trainable_params(), 0.1, weight_decay=0.01)
+    for _ in range(3):
+        _, gradients = step(x)
+        optimizer(gradients)
+    str(net), list(net.get_parameters()), str(lazycell.registry(net))
+
+train(Net(False))  # operators and their libraries are loaded by this
+before = resident()
+train(Net(True))
+print((resident() - before) / 2**20)
+"""
+
+
+def test_dead_giants(request: pytest.FixtureRequest) -> None:
+    """Two dead layers of 1 GB each: all of training raises the process's memory by less than 100 MB."""
+    script = DEAD_GIANTS.format(device=request.config.getoption("--device-target"))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
+    assert float(done.stdout.split()[-1]) < 100
+
+
+class Net(lazycell.LazyCell):
+    """A net of many live layers, and as many dead ones."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.live = nn.CellList([nn.Dense(2, 2) for _ in range(layers)])
+        self.dead = nn.CellList([nn.Dense(2, 2) for _ in range(layers)])
+
+    def construct(self, x: Tensor) -> Tensor:
+        for layer in self.live:
+            x = layer(x)
+        return x
+
+
+def lazycell_calls(function) -> int:
+    """How many functions of lazycell a call runs."""
+    package = str(Path(lazycell.__file__).parent)
+    count = 0
+
+    def profile(frame, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(package)
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
+def test_a_settled_net_runs_nothing_of_lazycell() -> None:
+    """Dead layers or not, a call of a settled net is MindSpore's own."""
+    net = Net(5)
+    net(ones(1, 2))
+    if _mindspore.OPERATORS_ASK:  # before that, some operators pass through a guard
+        assert lazycell_calls(lambda: net(ones(1, 2))) == 0
+    assert not any(map(_tracking.is_watched, [net, *net.live]))
+
+
+@pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
+@pytest.mark.parametrize("which", ["construction", "first forward", "listing", "registry"])
+def test_work_per_layer_does_not_grow(which: str) -> None:
+    """Ten times the layers take ten times the work."""
+    counts = []
+    for layers in (20, 200):
+        made: list[Net] = []
+        calls = {"construction": lazycell_calls(lambda layers=layers, made=made: made.append(Net(layers)))}
+        net = made[0]
+        calls["first forward"] = lazycell_calls(lambda net=net: net(ones(1, 2)))
+        calls["listing"] = lazycell_calls(lambda net=net: net.trainable_params())
+        calls["registry"] = lazycell_calls(lambda net=net: str(lazycell.registry(net)))
+        counts.append(calls[which] / layers)
+    assert counts[1] < 1.2 * counts[0]
+
+
+def test_the_guard_of_older_versions_is_needed_only_there() -> None:
+    """From MindSpore 2.9 on nothing of MindSpore stays replaced."""
+    Net(1)
+    executor = _mindspore._pynative_executor
+    assert ("run_op_async" in vars(executor)) == (not _mindspore.OPERATORS_ASK)
