@@ -17,11 +17,11 @@ from collections.abc import Callable
 
 os.environ.setdefault("GLOG_v", "3")
 
-import mindspore as ms
-import numpy as np
-from mindspore import Tensor, nn
+import mindspore as ms  # noqa: E402
+import numpy as np  # noqa: E402
+from mindspore import Tensor, nn  # noqa: E402
 
-import lazycell
+import lazycell  # noqa: E402
 
 warnings.simplefilter("ignore")
 
@@ -92,7 +92,7 @@ class Wide(lazycell.LazyCell):
 def scale() -> None:
     """Construction, first forward and listing per layer, 8000 layers to 500."""
     x, per_layer = ms.ops.ones((1, 2)), {}
-    for repeat in range(3):
+    for _ in range(5):
         for layers in (500, 8000):
             gc.collect()
             made: list[Wide] = []
@@ -105,7 +105,8 @@ def scale() -> None:
                 per_layer.setdefault((name, layers), []).append(value / layers)
     for name in times:
         small, large = (statistics.median(per_layer[name, layers]) for layers in (500, 8000))
-        print(f"{name} per layer, 8000 layers to 500:  {large / small:.2f}  ({large * 1e6:.0f} us to {small * 1e6:.0f} us)")
+        micro = f"({large * 1e6:.0f} us to {small * 1e6:.0f} us)"
+        print(f"{name} per layer, 8000 layers to 500:  {large / small:.2f}  {micro}")
 
 
 def stack(base: type[nn.Cell], layers: int) -> nn.Cell:

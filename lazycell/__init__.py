@@ -2,7 +2,9 @@
 
 from lazycell._cell import LazyCell, materialize, optional, release, track
 from lazycell._errors import LazyCellError, LazyCellWarning, UntouchedError, UntouchedWarning, UnusedLayerWarning
-from lazycell._registry import LayerRecord, LayerRegistry, LayerState, TouchedParameters, registry, trainable_params
+from lazycell._layers import LayerRecord, LayerState
+from lazycell._live import TouchedParameters, trainable_params
+from lazycell._registry import LayerRegistry, registry
 
 __version__ = "0.1.0"
 

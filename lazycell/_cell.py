@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 from mindspore import nn
 
 from lazycell import _construction, _deferral, _tracking
-from lazycell._registry import TouchedParameters, require_cell, require_tracked, trainable_params
+from lazycell._live import TouchedParameters, trainable_params
+from lazycell._registry import require_cell, require_tracked
 
 C = TypeVar("C", bound=nn.Cell)
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from mindspore import Parameter, nn
 
-from lazycell import _deferral, _tracking
+from lazycell import _deferral
 from lazycell import _mindspore as internals
+from lazycell import _tracking
 
 _MARK = "_lazycell_constructing"
 
@@ -94,7 +95,8 @@ def prepare(cls: type) -> None:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         with constructing():
             # A class without an __init__ must not stand between its bases in a subclass's order.
-            (own.__get__(self) if own else super(cls, self).__init__)(*args, **kwargs)
+            init = own.__get__(self) if own else super(cls, self).__init__  # type: ignore[arg-type]
+            init(*args, **kwargs)
 
     setattr(__init__, _MARK, True)
     cls.__init__ = __init__  # type: ignore[misc]

@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -49,7 +50,8 @@ class _Deferred:
 
     def init_data(self, layout: Any = None, set_sliced: bool = False) -> Parameter:
         """Materialize; what MindSpore calls to fill a parameter it finds without values."""
-        materialize(cast(Parameter, self))
+        if not internals.is_about_to_be_saved(sys._getframe(1)):
+            materialize(cast(Parameter, self))
         return cast(Parameter, self)
 
     def assign_value(self, value: Tensor) -> Parameter:
@@ -104,6 +106,7 @@ def _deferred_class(native: type) -> type:
 
 
 def _become_deferred(parameter: Parameter) -> Parameter:
+    internals.guard_operators(is_deferred, read)
     if not is_deferred(parameter):
         parameter.__class__ = _deferred_class(type(parameter))
     return parameter
@@ -151,7 +154,8 @@ class ValueStore:
     """
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix="lazycell-")  # noqa: SIM115  (closed when collected)
+        self._file = tempfile.TemporaryFile(prefix="lazycell-")
+        weakref.finalize(self, self._file.close)
         self._lock = threading.Lock()
 
     def put(self, array: np.ndarray[Any, Any]) -> Callable[[np.ndarray[Any, Any]], None]:
@@ -221,7 +225,6 @@ def defer(parameter: Parameter, store: Callable[[], ValueStore]) -> None:
     if not internals.can_be_deferred(parameter):
         parameter.init_data()
         return
-    internals.guard_operators(is_deferred, read)
     if internals.is_without_storage(parameter) and internals.record_draw(parameter.init_mode):
         internals.set_initializer(parameter, parameter.init_mode)
         _become_deferred(parameter)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import mindspore
 
 if TYPE_CHECKING:
-    from lazycell._registry import LayerRecord
+    from lazycell._layers import LayerRecord
 
 _NOT_THE_USERS = (
     os.path.dirname(os.path.abspath(__file__)) + os.sep,

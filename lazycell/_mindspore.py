@@ -99,6 +99,28 @@ def parser_asks(frame: FrameType) -> bool:
     return _is_compiling(frame) or str(frame.f_globals.get("__name__")).startswith(_PARSER_MODULE)
 
 
+def is_about_to_be_saved(frame: FrameType) -> bool:
+    """Whether a cell's parameters are being filled only because some of them will be saved.
+
+    ``save_checkpoint(choice_func=...)`` fills all before it asks which to save; it reads those by themselves.
+    ``frame`` is the one that asks a parameter to fill itself.
+    """
+    listing = frame.f_back
+    caller = listing.f_back if listing is not None else None
+    return caller is not None and caller.f_globals.get("__name__") == "mindspore.train.serialization"
+
+
+def is_bookkeeping(child_name: str) -> bool:
+    """Whether a child is MindSpore's own doing: ``recompute()`` keeps a helper cell, used only with gradients."""
+    return child_name == "_recompute_cell"
+
+
+def is_library_layer(cell: nn.Cell) -> bool:
+    """Whether a cell is a layer of MindSpore's own, whose children the user didn't choose."""
+    containers = (nn.CellList, nn.CellDict, nn.SequentialCell)
+    return type(cell).__module__.startswith("mindspore.") and not isinstance(cell, containers)
+
+
 def prepare_first_call(cell: nn.Cell) -> None:
     """Do what a cell's first call does before ``construct``, except filling its parameters.
 

@@ -26,7 +26,8 @@ from lazycell import _mindspore as internals
 from lazycell._errors import LazyCellWarning, user_location, warn
 
 _KEY = "_lazycell_state"
-_lock = threading.RLock()
+_KEPT = "_lazycell_kept"
+lock = threading.RLock()
 _order = itertools.count()
 
 
@@ -79,6 +80,25 @@ class Observer(Protocol):
 
     def cell_used(self, cell: nn.Cell) -> None: ...
 
+    def touches_forgotten(self, cell: nn.Cell) -> None: ...
+
+
+class _Kept(set[Any]):
+    """Objects that live as long as a cell; copies of the cell don't share them."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
+        return _Kept()
+
+
+def keep(cell: nn.Cell, thing: object) -> None:
+    """Let an object live as long as a cell."""
+    cell.__dict__.setdefault(_KEPT, _Kept()).add(thing)
+
+
+def let_go(cell: nn.Cell, thing: object) -> None:
+    """Undo `keep`."""
+    cell.__dict__.get(_KEPT, _Kept()).discard(thing)
+
 
 observers: weakref.WeakSet[Observer] = weakref.WeakSet()
 completion_listeners: list[Callable[[nn.Cell], None]] = []
@@ -90,19 +110,35 @@ class Structure:
     version = 0
 
 
+def touch_order(parameter: Parameter) -> int | None:
+    """A number that grows with the time of a parameter's first touch; None before it."""
+    return getattr(parameter, "_lazycell_touched", None)
+
+
 def is_touched(parameter: Parameter) -> bool:
     """Whether a parameter has taken part in a forward pass."""
-    return getattr(parameter, "_lazycell_touched", False)
+    return touch_order(parameter) is not None
+
+
+def _tell(event: str, subject: Any) -> None:
+    """Tell all observers, also when one of them fails; the first failure comes out."""
+    errors = []
+    for observer in list(observers):
+        try:
+            getattr(observer, event)(subject)
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def touch(parameter: Parameter) -> None:
     """Note that a parameter takes part in a forward pass, and give it its storage."""
-    with _lock:
+    with lock:
         if not is_touched(parameter):
             _deferral.materialize(parameter)
-            parameter._lazycell_touched = True
-            for observer in list(observers):
-                observer.parameter_touched(parameter)
+            parameter._lazycell_touched = next(_order)
+            _tell("parameter_touched", parameter)
 
 
 def in_forward() -> bool:
@@ -118,12 +154,12 @@ _deferral.on_read = _read
 
 
 def _use(state: CellState) -> None:
-    with _lock:
-        cell = state.cell()
+    with lock:
         if state.order is None:
             state.order = next(_order)
-            for observer in list(observers) if cell is not None else ():
-                observer.cell_used(cell)
+            cell = state.cell()
+            if cell is not None:
+                _tell("cell_used", cell)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -147,13 +183,18 @@ class Parameters(OrderedDict[str, Any]):
             self.pending.add(name)
             self.__class__ = WatchedParameters
 
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self.pending.discard(name)
+        Structure.version += 1
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameters:
         copied = Parameters(copy.deepcopy(self.state, memo), ())
         memo[id(self)] = copied
         for name, parameter in OrderedDict.items(self):
             twin = copy.deepcopy(parameter, memo)
             if parameter is not None and is_touched(parameter):
-                twin._lazycell_touched = True
+                twin._lazycell_touched = touch_order(parameter)
             copied[name] = twin
         return copied
 
@@ -186,7 +227,7 @@ def _listed(parameters: Parameters, frame: FrameType) -> None:
 
 def _touch_entries(parameters: Parameters, names: list[str]) -> None:
     """Note that some of a cell's parameters are being read."""
-    with _lock:
+    with lock:
         for name in names:
             parameter = OrderedDict.get(parameters, name)
             if parameter is not None:
@@ -381,7 +422,7 @@ def _enter(cell: nn.Cell, outermost: bool) -> bool:
     Returns:
         False if the cell isn't watched any more: another thread was faster, or its method was kept from before.
     """
-    with _lock:
+    with lock:
         if not is_watched(cell):
             return False
         if outermost:
@@ -429,9 +470,10 @@ def reset(cell: nn.Cell) -> None:
         state = begin(current)
         state.forget()
         for parameter in own_parameters(current) + hidden_parameters(current):
-            parameter._lazycell_touched = False
+            parameter._lazycell_touched = None
         current.__dict__["_params"] = Parameters(state, list(OrderedDict.items(current._params)))
         watch(current)
+    _tell("touches_forgotten", cell)
 
 
 def can_be_released(parameter: Parameter) -> bool:

@@ -102,7 +102,7 @@ def test_a_settled_net_runs_nothing_of_lazycell() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
-@pytest.mark.parametrize("which", ["construction", "first forward", "listing", "registry"])
+@pytest.mark.parametrize("which", ["construction", "first forward", "listing", "registry", "callbacks"])
 def test_work_per_layer_does_not_grow(which: str) -> None:
     """Ten times the layers take ten times the work."""
     counts = []
@@ -113,6 +113,9 @@ def test_work_per_layer_does_not_grow(which: str) -> None:
         calls["first forward"] = lazycell_calls(lambda net=net: net(ones(1, 2)))
         calls["listing"] = lazycell_calls(lambda net=net: net.trainable_params())
         calls["registry"] = lazycell_calls(lambda net=net: str(lazycell.registry(net)))
+        lazycell.registry(net).reset()
+        lazycell.registry(net).on_touch(lambda record: None)
+        calls["callbacks"] = lazycell_calls(lambda net=net: net(ones(1, 2)))
         counts.append(calls[which] / layers)
     assert counts[1] < 1.2 * counts[0]
 

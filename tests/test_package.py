@@ -19,8 +19,8 @@ from lazycell import _cli, _demo
 
 PACKAGE = Path(lazycell.__file__).parent
 ORDER = (
-    "_errors", "_mindspore", "_deferral", "_tracking", "_construction", "_registry", "_cell", "_demo", "_cli",
-    "__main__",
+    "_errors", "_mindspore", "_deferral", "_tracking", "_construction", "_layers", "_registry", "_live", "_cell",
+    "_demo", "_cli", "__main__",
 )  # fmt: skip
 
 
@@ -49,7 +49,8 @@ def test_public_names() -> None:
         assert inspect.getdoc(public), name
         if inspect.isclass(public) and public is not lazycell.LazyCell:  # MindSpore reads its source by its module
             assert public.__module__ == "lazycell"
-    assert issubclass(lazycell.UntouchedError, lazycell.LazyCellError) and issubclass(lazycell.LazyCellError, RuntimeError)
+    assert issubclass(lazycell.UntouchedError, lazycell.LazyCellError)
+    assert issubclass(lazycell.LazyCellError, RuntimeError)
 
 
 def _imports(module: str) -> set[str]:
@@ -103,7 +104,7 @@ print("same")
 
 
 @pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
-@pytest.mark.parametrize("module", ["_registry", "_cell", "_errors", "_deferral", "_tracking"])
+@pytest.mark.parametrize("module", ["_registry", "_live", "_layers", "_cell", "_errors"])
 def test_examples_in_docstrings_run(module: str) -> None:
     """Every ``>>>`` example gives what it says."""
     assert doctest.testmod(importlib.import_module(f"lazycell.{module}")).failed == 0

@@ -116,8 +116,12 @@ class TestRegistry:
             def __init__(self) -> None:
                 super().__init__()
                 self.a_very_long_attribute_name_for_a_block = nn.CellList([AClassWithAVeryLongNameIndeed(40000, 40000)])
+                self.another_long_name_of_a_used_layer = AClassWithAVeryLongNameIndeed(9999, 1000)
 
-        assert max(map(len, str(lazycell.registry(Long())).splitlines())) <= 80
+        net = Long()
+        for _ in range(2):
+            assert 75 < max(map(len, str(lazycell.registry(net)).splitlines())) <= 80
+            lazycell.materialize(net.another_long_name_of_a_used_layer)
 
     def test_shared_parameters_count_once(self) -> None:
         """Where they come first."""
@@ -196,6 +200,17 @@ class TestOnTouch:
         assert len(seen) == 3
 
     @pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
+    def test_again_after_a_reset(self) -> None:
+        """Layers whose touches were forgotten are told of again."""
+        net = Net()
+        net(X)
+        seen: list[str] = []
+        lazycell.registry(net).on_touch(lambda record: seen.append(record.name))
+        lazycell.registry(net.live).reset()
+        net(X)
+        assert seen == ["live", "live.first"]
+
+    @pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
     def test_a_layer_whose_parameter_is_only_read(self) -> None:
         """It is used by that, and so are the containers above it."""
 
@@ -208,6 +223,47 @@ class TestOnTouch:
         lazycell.registry(net).on_touch(lambda record: seen.append(record.name))
         net(X)
         assert sorted(seen) == ["dead", "dead.first"]
+
+    @pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
+    def test_containers_of_shared_cells(self) -> None:
+        """Every container above a used layer is told of, and so is every layer whose parameter is in use."""
+
+        class Shared(lazycell.LazyCell):
+            def __init__(self) -> None:
+                super().__init__()
+                shared = nn.CellList([nn.Dense(3, 3)])
+                self.p, self.q = nn.CellList([shared]), nn.CellList([shared])
+                self.tied = nn.Dense(3, 3)
+                self.tied.weight = shared[0].weight
+
+            def construct(self, x: Tensor) -> Tensor:
+                return self.q[0][0](x)
+
+        net = Shared()
+        seen: list[lazycell.LayerRecord] = []
+        lazycell.registry(net).on_touch(seen.append)
+        net(X)
+        assert sorted(record.name for record in seen) == ["p", "p.0", "p.0.0", "q", "tied"]
+        assert [record.order for record in seen] == [0, 1, 2, 3, 4]
+        assert set(lazycell.registry(net).touched) == {record.name for record in seen}
+
+    @pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
+    def test_all_callbacks_are_told_when_one_fails(self) -> None:
+        """Once per layer, whoever else fails."""
+        net = Net()
+        logs: list[list[str]] = [[], [], []]
+
+        def fail(record: lazycell.LayerRecord) -> None:
+            raise KeyError(record.name)
+
+        for log in logs:
+            lazycell.registry(net).on_touch(lambda record, log=log: log.append(record.name))
+        handle = lazycell.registry(net).on_touch(fail)
+        with pytest.raises(KeyError):
+            net(X)
+        handle.remove()
+        net(X)
+        assert [sorted(log) for log in logs] == [["live", "live.first"]] * 3
 
     @pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
     def test_an_error_in_a_callback_is_the_users(self) -> None:
@@ -269,6 +325,80 @@ class TestWarning:
             net(X)
         assert "dead" in lazycell.registry(net).untouched
 
+    def test_direct_construct_as_the_first_forward(self) -> None:
+        """A forward pass by ``construct`` reports as one by a call does."""
+        with pytest.warns(lazycell.UnusedLayerWarning) as caught:
+            Net().construct(X)
+        assert len(caught) == 1 and caught[0].filename == __file__
+
+    def test_containers_of_optional_layers(self) -> None:
+        """A container is optional if all in it is; else only the rest counts."""
+
+        class Heads(lazycell.LazyCell):
+            def __init__(self) -> None:
+                super().__init__()
+                self.all = nn.CellList([lazycell.optional(nn.Dense(3, 3)) for _ in range(2)])
+                self.some = nn.CellList([lazycell.optional(nn.Dense(3, 3)), nn.Dense(3, 1)])
+
+            def construct(self, x: Tensor) -> Tensor:
+                return x
+
+        with pytest.warns(lazycell.UnusedLayerWarning) as caught:
+            Heads()(X)
+        assert [(r.name, r.nbytes) for r in caught[0].message.layers] == [("some", 16)]
+        assert caught[0].message.nbytes == 16
+
+    def test_inside_layers_of_mindspore(self) -> None:
+        """What MindSpore's own layers leave unused inside, and its helper cells, aren't the user's matter."""
+
+        class Uses(lazycell.LazyCell):
+            def __init__(self) -> None:
+                super().__init__()
+                self.gru = nn.GRU(3, 3, 2)
+                self.dense = nn.Dense(3, 3)
+                self.dense.recompute()
+
+            def construct(self, x: Tensor) -> Tensor:
+                return self.dense(self.gru(x.reshape(1, 1, 3))[0])
+
+        net = Uses()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            net(X)
+        assert not [name for name in lazycell.registry(net).touched if "recompute" in name]
+
+    @pytest.mark.parametrize("dead_first", [False, True])
+    def test_a_dead_layer_tied_to_a_live_one(self, dead_first: bool) -> None:
+        """Its parameter is in use, so it counts as used, whichever is defined first."""
+
+        class Tied(lazycell.LazyCell):
+            def __init__(self) -> None:
+                super().__init__()
+                first, second = nn.Dense(3, 3), nn.Dense(3, 3)
+                self.one, self.two = first, second
+                second.weight = first.weight
+                self.position = 1 if dead_first else 0
+
+            def construct(self, x: Tensor) -> Tensor:
+                return (self.one, self.two)[self.position](x)
+
+        net = Tied()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            net(X)
+        assert lazycell.registry(net).touched == ("one", "two")
+
+    def test_cells_that_hold_each_other(self) -> None:
+        """A cycle ends, and what is used doesn't count as unused."""
+        first, second = Net(), Net()
+        first.other, second.other = second, first
+        with pytest.warns(lazycell.UnusedLayerWarning) as caught:
+            first(X)
+        layers = {r.name: r.num_parameters for r in caught[0].message.layers}
+        assert layers == {
+            "live.second": 9, "dead": 21, "act": 0, "other.live": 21, "other.dead": 21, "other.act": 0
+        }  # fmt: skip
+
     def test_nothing_unused_nothing_said(self) -> None:
         """A net that uses all it has is silent."""
 
@@ -326,17 +456,40 @@ class TestTouchedParameters:
     def test_recurse(self, net: Net) -> None:
         """Without the cells below, only a cell's own parameters."""
         assert net.trainable_params(recurse=False) == []
-        assert names(lazycell.trainable_params(net.live.first, recurse=False)) == ["live.first.weight", "live.first.bias"]
+        live = lazycell.trainable_params(net.live.first, recurse=False)
+        assert names(live) == ["live.first.weight", "live.first.bias"]
 
     def test_no_strong_references(self) -> None:
-        """Neither a list nor the registry's events keep a net alive."""
+        """A net that is dropped with its lists and callbacks is gone, also if these refer to it."""
         net = Net()
         live = net.trainable_params()
+        view = lazycell.registry(net)
+        view.on_touch(lambda record, view=view: print(view.touched))
         reference = weakref.ref(net)
-        del net
+        del net, live, view
         gc.collect()
         assert reference() is None
-        assert live == []
+
+    @pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
+    def test_a_list_of_a_temporary_container(self) -> None:
+        """It is filled although nothing else keeps the container."""
+        net, other = Net(), Net()
+        live = lazycell.trainable_params(nn.CellList([net, other]))
+        Net()
+        net(X)
+        assert [p is q for p, q in zip(live, net.trainable_params())] == [True, True]
+
+    def test_length_after_a_change(self, net: Net) -> None:
+        """What was removed doesn't count."""
+        live = net.trainable_params()
+        del net.live
+        assert len(live) == 0
+
+    def test_untouched_through_a_plain_wrapper(self) -> None:
+        """A plain cell around a net that never ran: the same warning."""
+        outer = nn.WithLossCell(Net(), nn.MSELoss())
+        with pytest.warns(lazycell.UntouchedWarning):
+            assert list(lazycell.trainable_params(outer)) == []
 
     def test_a_parameter_of_another_net_is_never_taken_in(self) -> None:
         """Also not when it comes to live where a dead one was."""

@@ -1,0 +1,142 @@
+"""Live lists of touched parameters."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Iterator
+from typing import Any
+
+from mindspore import Parameter, nn
+
+from lazycell import _mindspore as internals
+from lazycell import _tracking
+from lazycell._errors import UntouchedError, UntouchedWarning, warn
+from lazycell._registry import require_tracked
+from lazycell._tracking import Structure, is_touched, own_parameters, state_of
+
+_UNTOUCHED = """\
+the touched parameters of {name} were listed before any forward pass of it had completed, so the list is empty \
+or incomplete. Do one of these first:
+  - call the net once, or lazycell.dry_run(net, inputs), before you build the optimizer
+  - build the optimizer with lazycell.LazyOptimizer, which waits for the first step
+  - call lazycell.patch(), which makes MindSpore's own optimizers wait"""
+
+
+class TouchedParameters(list[Parameter]):
+    """The touched parameters of a cell that require a gradient: a live list.
+
+    It is empty before the first forward pass, and filled in place when parameters are touched, in the order in
+    which plain ``nn.Cell.trainable_params()`` gives them. Slices and copies are ordinary lists.
+    """
+
+    __module__ = "lazycell"
+    __hash__ = object.__hash__  # type: ignore[assignment]  # to be held weakly; lists aren't hashable otherwise
+
+    def __init__(self, cell: nn.Cell, recurse: bool = True) -> None:
+        super().__init__()
+        self._cell = cell
+        self._recurse = recurse
+        self._look()
+        _tracking.observers.add(self)  # weakly: a list that is dropped is forgotten
+
+    def _look(self) -> None:
+        """Look at the tree as it stands now."""
+        self._version = Structure.version
+        self._known = list(_parameters(self._cell, self._recurse))  # held, so that no id comes to mean another
+        self._rank = {id(parameter): rank for rank, (parameter, _) in enumerate(self._known)}
+        self._fill()
+
+    def _fill(self) -> None:
+        """List what counts by now; freezing and unfreezing shows here."""
+        counted = [p for p, tracked in self._known if (is_touched(p) or not tracked) and p.requires_grad]
+        self._ranks = [self._rank[id(parameter)] for parameter in counted]
+        self[:] = counted
+
+    def refresh(self) -> None:
+        """Make the list what it would be if it were made now."""
+        with _tracking.lock:
+            self._look() if self._version != Structure.version else self._fill()
+
+    def parameter_touched(self, parameter: Parameter) -> None:
+        """Take a parameter in at its place; called at its first touch."""
+        if self._version != Structure.version:
+            self._look()
+            return
+        rank = self._rank.get(id(parameter))
+        if rank is not None and parameter.requires_grad:
+            place = bisect(self._ranks, rank)
+            if not place or self._ranks[place - 1] != rank:
+                self._ranks.insert(place, rank)
+                self.insert(place, parameter)
+
+    def cell_used(self, cell: nn.Cell) -> None:
+        """Part of the observer's interface; only parameters matter here."""
+
+    def touches_forgotten(self, cell: nn.Cell) -> None:
+        """Count anew; called when the touches below a cell were reset."""
+        self.refresh()
+
+    def __len__(self) -> int:
+        if self._version != Structure.version:
+            self.refresh()
+        return super().__len__()
+
+    def __iter__(self) -> Iterator[Parameter]:
+        if not _has_completed(self._cell):
+            name = type(self._cell).__name__
+            if internals.in_graph_mode():
+                raise UntouchedError(_UNTOUCHED.format(name=name))
+            warn(UntouchedWarning(_UNTOUCHED.format(name=name)))
+        self.refresh()
+        return iter(self[:])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, (self[:],)
+
+
+def _parameters(cell: nn.Cell, recurse: bool) -> Iterator[tuple[Parameter, bool]]:
+    """MindSpore's own listing of parameters, each with whether its use can be tracked."""
+    seen: set[int] = set()
+    for current in _tracking.subtree(cell) if recurse else (cell,):
+        tracked = state_of(current) is not None
+        for parameter in own_parameters(current):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameter, tracked
+
+
+def _has_completed(cell: nn.Cell) -> bool:
+    """Whether a cell's use is known: it has completed a forward pass, or something below it has."""
+    state = state_of(cell)
+    if state is not None and state.called:
+        return state.completed
+    return any(below is not None and below.completed for below in map(state_of, _tracking.subtree(cell)))
+
+
+def trainable_params(cell: nn.Cell, recurse: bool = True) -> TouchedParameters:
+    """The touched parameters of a cell that require a gradient, as a live list.
+
+    Args:
+        cell: A `LazyCell`, or any cell that holds tracked ones. Parameters of cells that aren't tracked count as
+            touched.
+        recurse: Whether to include the parameters of all cells below it.
+
+    Returns:
+        A `TouchedParameters`: a new list object with each call.
+
+    Raises:
+        TypeError: ``cell`` is no cell.
+        LazyCellError: Nothing in it is tracked.
+
+    Example:
+        >>> import lazycell, mindspore as ms
+        >>> from mindspore import nn
+        >>> net = lazycell.track(nn.SequentialCell(nn.Dense(3, 2), nn.ReLU()))
+        >>> params = lazycell.trainable_params(net)
+        >>> len(params)
+        0
+        >>> y = net(ms.ops.ones((1, 3)))
+        >>> [p.name for p in params]
+        ['0.weight', '0.bias']
+    """
+    return TouchedParameters(require_tracked(cell), recurse)
