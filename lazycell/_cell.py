@@ -61,10 +61,11 @@ class LazyCell(nn.Cell):  # type: ignore[misc]
 def track(cell: C) -> C:
     """Adopt an already built plain ``nn.Cell``: from now on it is known what of it is used.
 
-    Its parameters have storage already; `release` frees that of the unused ones.
+    Its parameters have storage already; `release` frees that of the unused ones. Its own
+    ``trainable_params()`` stays what it was: ask ``lazycell.trainable_params(cell)`` for the touched ones.
 
     Args:
-        cell: Any cell. Layers that were called before count as used.
+        cell: Any cell. Layers that were called before count as used; the next forward pass reports the others.
 
     Returns:
         The same cell.
@@ -80,7 +81,10 @@ def track(cell: C) -> C:
         >>> lazycell.release(net)
         32
     """
-    _tracking.adopt(require_cell(cell))
+    known = _tracking.state_of(require_cell(cell)) is not None
+    _tracking.adopt(cell)
+    if not known:
+        _tracking.watch(cell)  # also if it ran before
     return cell
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 
 
@@ -18,4 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.parse_args(arguments)
     from lazycell._demo import demo
 
-    return demo()
+    try:
+        return demo()
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

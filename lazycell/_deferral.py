@@ -35,7 +35,7 @@ class _Deferred:
         # Not super(): another thread may swap the class at any point.
         if name == "data":
             return self
-        if internals.needs_values(cast(Parameter, self), name, sys._getframe(1)):
+        if internals.needs_values(cast(Parameter, self), name, sys._getframe().f_back):
             read(cast(Parameter, self))
         return object.__getattribute__(self, name)
 
@@ -50,7 +50,7 @@ class _Deferred:
 
     def init_data(self, layout: Any = None, set_sliced: bool = False) -> Parameter:
         """Materialize; what MindSpore calls to fill a parameter it finds without values."""
-        if not internals.is_about_to_be_saved(sys._getframe(1)):
+        if internals.must_be_filled(cast(Parameter, self), sys._getframe().f_back):
             materialize(cast(Parameter, self))
         return cast(Parameter, self)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import mindspore
 import numpy as np
@@ -97,7 +98,7 @@ def _identical(eager: Step, lazy: Step) -> bool:
     return all(np.array_equal(twins[name].asnumpy(), g.asnumpy()) for name, g in zip(lazy.names, lazy.gradients))
 
 
-def demo(write: Any = print) -> int:
+def demo(write: Callable[[str], object] = functools.partial(print, flush=True)) -> int:
     """Run the demonstration; returns the exit code.
 
     Args:

@@ -16,10 +16,13 @@ from lazycell._tracking import Structure, is_touched, own_parameters, state_of
 
 _UNTOUCHED = """\
 the touched parameters of {name} were listed before any forward pass of it had completed, so the list is empty \
-or incomplete. Do one of these first:
-  - call the net once, or lazycell.dry_run(net, inputs), before you build the optimizer
-  - build the optimizer with lazycell.LazyOptimizer, which waits for the first step
-  - call lazycell.patch(), which makes MindSpore's own optimizers wait"""
+or incomplete. Call the net, or a gradient function over it, once before you build an optimizer or a graph from \
+the list. To count or to freeze parameters, use get_parameters(), which lists all of them."""
+
+_BUILT_IN = """\
+a function was compiled with the touched parameters of {name} as they were before it ran ({before} of them; now there \
+are {after}), so its gradients would not match them. Call it again, and it is compiled with the list as it is now; \
+or call the net once before, in the same mode."""
 
 
 class TouchedParameters(list[Parameter]):
@@ -89,6 +92,19 @@ class TouchedParameters(list[Parameter]):
             warn(UntouchedWarning(_UNTOUCHED.format(name=name)))
         self.refresh()
         return iter(self[:])
+
+    @property
+    def __parameter_tuple__(self) -> None:
+        """What MindSpore's compiler asks of a list that it is about to build into a graph."""
+        self._built_in = self[:]
+        _tracking.note_in_compilation(self)
+        raise AttributeError("__parameter_tuple__")
+
+    def graph_finished(self) -> None:
+        """Refuse a graph that was built with another list than this is now."""
+        if list(map(id, self._built_in)) != list(map(id, self[:])):
+            sizes = {"before": len(self._built_in), "after": super().__len__()}
+            raise UntouchedError(_BUILT_IN.format(name=type(self._cell).__name__, **sizes))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return list, (self[:],)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -32,19 +34,47 @@ except ImportError:
 
 def in_graph_mode() -> bool:
     """Whether calling a cell compiles it instead of running its ``construct`` in Python."""
-    return bool(mindspore.get_context("mode") == mindspore.GRAPH_MODE)
+    return bool(mindspore.get_context("mode") == mindspore.GRAPH_MODE) and os.getenv("MS_JIT") != "0"
 
 
-_API_MODULES = ("mindspore.common.api", "mindspore.graph.api")
-_PARSER_MODULE = "mindspore._extends.parse"
-_RECORDERS = ("_pynative_forward_run", "_pynative_func_grad_forward")  # the second: MindSpore 2.9 and later
+def compiles(method: Callable[..., Any]) -> bool:
+    """Whether a cell's method compiles the cell: only ``Cell.__call__`` does, in Graph mode."""
+    return method is nn.Cell.__call__ and in_graph_mode()
+
+
+_API_MODULES = ("mindspore.common.api", "mindspore.graph.api")  # the second: MindSpore 2.9 and later
+_PARSER_MODULES = ("mindspore._extends.parse", "mindspore.graph._parse")  # likewise
+_RECORDERS = ("_pynative_forward_run", "_pynative_func_grad_forward")  # likewise
 _LISTINGS = frozenset(
     ("parameters_and_names", "get_parameters", "trainable_params", "untrainable_params", "parameters_dict")
 )
+_RUNNERS = frozenset(("__call__", "construct", "watched_call", "watched_construct"))  # the last two: _tracking's
 
 
-def _stack() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and its callers, innermost first.
+
+    MindSpore compiles both sides of a branch in threads of its own, which have no Python stack. What they ask
+    counts as asked by the compilation that is under way.
+    """
+    ours = True
+    while frame is not None:
+        ours = ours and frame.f_code.co_filename.startswith(_PACKAGE)
+        yield frame
+        frame = frame.f_back
+    if ours:
+        for other in sys._current_frames().values():
+            yield from (f for f in _callers(other) if _is_compiling(f))
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -52,62 +82,130 @@ def _stack() -> Iterator[FrameType]:
 
 def _cell_run_by(frame: FrameType) -> nn.Cell | None:
     code = frame.f_code
-    if code.co_name not in ("__call__", "construct") or not code.co_argcount:
+    if code.co_name not in _RUNNERS or not code.co_argcount:
         return None
     cell = frame.f_locals.get(code.co_varnames[0])
     return cell if isinstance(cell, nn.Cell) else None
 
 
-def running_cells() -> Iterator[nn.Cell]:
-    """The cells whose ``__call__`` or ``construct`` this thread is inside of, innermost first."""
-    return (cell for cell in map(_cell_run_by, _stack()) if cell is not None)
+def running_cells(frame: FrameType | None) -> Iterator[nn.Cell]:
+    """The cells whose ``__call__`` or ``construct`` a frame is inside of, innermost first."""
+    return (cell for cell in map(_cell_run_by, _stack(frame)) if cell is not None)
 
 
 def _is_compiling(frame: FrameType) -> bool:
-    return frame.f_code.co_name == "compile" and frame.f_globals.get("__name__") in _API_MODULES
+    return frame.f_code.co_name == "compile" and _module(frame) in _API_MODULES
 
 
 def _is_recording(frame: FrameType) -> bool:
     # The executor's own flag, requires_grad(), stays on after an exception in a differentiated function.
-    return frame.f_code.co_name in _RECORDERS and frame.f_globals.get("__name__") == "mindspore.ops.composite.base"
+    return frame.f_code.co_name in _RECORDERS and _module(frame) == "mindspore.ops.composite.base"
 
 
-def forward_running() -> bool:
-    """Whether this thread is inside a forward pass.
+class Forward(Enum):
+    """What kind of forward pass a thread is inside of."""
 
-    That is: some cell's ``construct`` or ``__call__`` is on the stack, a function is being compiled,
+    NONE = "none"
+    PYTHON = "python"
+    JIT = "a function that is being compiled"
+    GRAPH = "a cell that is being compiled"
+
+
+def forward_running() -> tuple[Forward, nn.Cell | None]:
+    """Whether this thread is inside a forward pass, and the cell if one is being compiled as a whole.
+
+    That is: some cell's ``construct`` or ``__call__`` is on the stack, a function or a cell is being compiled,
     or gradients are being recorded. The stack says so exactly, and costs settled cells nothing:
     only the first read of an untouched parameter ever asks.
     """
-    return any(_is_compiling(f) or _is_recording(f) or _cell_run_by(f) is not None for f in _stack())
+    for frame in _stack(sys._getframe(1)):
+        if _is_compiling(frame):
+            cell = frame.f_locals.get("obj")
+            return (Forward.GRAPH, cell) if isinstance(cell, nn.Cell) else (Forward.JIT, None)
+        if _is_recording(frame) or _cell_run_by(frame) is not None:
+            return Forward.PYTHON, None
+    return Forward.NONE, None
 
 
-def listed_by_user(frame: FrameType) -> bool:
+def finished_graph(frame: FrameType | None) -> tuple[nn.Cell, list[Parameter]] | None:
+    """The cell that has just been compiled, and the parameters of its graph.
+
+    MindSpore ends a cell's compilation with ``init_parameters_data()`` on it: a walk through the whole tree, at a
+    time when the graph knows its parameters. ``frame`` is the one that may be that walk.
+    """
+    if frame is None or frame.f_code.co_name != "init_parameters_data":
+        return None
+    compiling = frame.f_back
+    if compiling is None or not _is_compiling(compiling):
+        return None
+    graphs = compiling.f_locals["self"]._graph_executor
+    return compiling.f_locals["obj"], list(graphs.get_params(compiling.f_locals["phase"]).values())
+
+
+def when_function_is_compiled(finished: Callable[[list[Any], list[Parameter]], None]) -> list[Any]:
+    """Ask for a call once the function that this thread is compiling is compiled, before its graph first runs.
+
+    MindSpore tells nobody. But its executor goes on to build the graph's arguments, by a method that
+    can be replaced on that one object, for that one time.
+
+    Args:
+        finished: Called with the list that is returned here, and the parameters of the graph. If it raises, the
+            graph doesn't run, and the next call compiles the function anew.
+
+    Returns:
+        A list to note things in; one for each compilation.
+    """
+    executor = next(filter(_is_compiling, _stack(sys._getframe(1)))).f_locals["self"]
+    noted: list[Any] = vars(executor).setdefault("_lazycell_noted", [])
+    if "_generate_run_args" in vars(executor):
+        return noted
+    native = executor._generate_run_args
+
+    def _generate_run_args(*args: Any, **kwargs: Any) -> Any:
+        del executor._generate_run_args, executor._lazycell_noted
+        caller = sys._getframe(1)
+        phase = caller.f_locals["phase"]
+        try:
+            finished(noted, list(executor._graph_executor.get_params(phase).values()))
+        except BaseException:
+            caller.f_globals["ms_compile_cache"].discard(phase)
+            raise
+        return native(*args, **kwargs)
+
+    executor._generate_run_args = _generate_run_args
+    return noted
+
+
+def must_be_filled(parameter: Parameter, frame: FrameType | None) -> bool:
+    """Whether a parameter that is asked to fill itself has to.
+
+    Not if MindSpore fills a whole tree: for a graph, only those in the graph count; for ``save_checkpoint`` with
+    a ``choice_func``, those that are saved are read by themselves. What the user asks for is done.
+    ``frame`` is the one that asks.
+    """
+    listing = frame.f_back if frame is not None else None
+    if listing is None or listing.f_code.co_name != "init_parameters_data" or listing.f_back is None:
+        return True
+    if not _module(listing.f_back).startswith("mindspore."):
+        return True
+    finished = finished_graph(listing)
+    return finished is not None and any(parameter is used for used in finished[1])
+
+
+def listed_by_user(frame: FrameType | None) -> bool:
     """Whether a listing of parameters was asked for by the user's code, not by MindSpore's bookkeeping.
 
     A cell's first call lists the parameters of its whole subtree to check their names; that must
     not count as reading them. ``frame`` is the one that iterates over a cell's own parameters.
     """
-    caller: FrameType | None = frame
-    while caller is not None and caller.f_code.co_name in _LISTINGS:
-        caller = caller.f_back
-    return caller is not None and not str(caller.f_globals.get("__name__")).startswith("mindspore.")
+    callers = (caller for caller in _callers(frame) if caller.f_code.co_name not in _LISTINGS)
+    asking = next(callers, None)
+    return asking is not None and not _module(asking).startswith("mindspore.")
 
 
-def parser_asks(frame: FrameType) -> bool:
+def parser_asks(frame: FrameType | None) -> bool:
     """Whether a frame belongs to MindSpore's graph parser, which must see a cell's real methods."""
-    return _is_compiling(frame) or str(frame.f_globals.get("__name__")).startswith(_PARSER_MODULE)
-
-
-def is_about_to_be_saved(frame: FrameType) -> bool:
-    """Whether a cell's parameters are being filled only because some of them will be saved.
-
-    ``save_checkpoint(choice_func=...)`` fills all before it asks which to save; it reads those by themselves.
-    ``frame`` is the one that asks a parameter to fill itself.
-    """
-    listing = frame.f_back
-    caller = listing.f_back if listing is not None else None
-    return caller is not None and caller.f_globals.get("__name__") == "mindspore.train.serialization"
+    return frame is None or _is_compiling(frame) or _module(frame).startswith(_PARSER_MODULES)
 
 
 def is_bookkeeping(child_name: str) -> bool:
@@ -271,13 +369,13 @@ def guard_operators(needs_reading: Callable[[object], bool], read: Callable[[Par
     _pynative_executor.run_op_async = run_op_async
 
 
-def needs_values(parameter: Parameter, name: str, caller: FrameType) -> bool:
+def needs_values(parameter: Parameter, name: str, caller: FrameType | None) -> bool:
     """Whether looking up this attribute of a parameter means that its values are about to be used."""
     if name in METADATA:
         return False
     if name == "__class__":
         # Tensor(parameter) copies the storage after a few isinstance() checks, and looks up nothing else.
-        return caller.f_code.co_name == "_check_input_data_type"
+        return caller is not None and caller.f_code.co_name == "_check_input_data_type"
     if name.startswith("_"):
         return name in _OPERATOR_LOOKUPS
     return name not in object.__getattribute__(parameter, "__dict__") and hasattr(type(parameter), name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 from mindspore import Parameter, nn
 
@@ -259,11 +260,14 @@ _WIDTH = 80
 
 
 def _table(nodes: list[Node]) -> str:
-    """A tree as text of at most 80 columns."""
+    """A tree as text of at most 80 columns; the root has a row if it has parameters of its own."""
     layers = records(nodes[1:])
-    rows = [("layer", "class", "state", "parameters", "bytes"), *map(_row, layers)]
-    rest = sum(2 + max(map(len, column)) for column in list(zip(*rows))[1:])
-    rows = [(_shorten(name, _WIDTH - rest), *others) for name, *others in rows]
+    root = [replace(record(nodes[0]), name="(itself)")] if nodes[0].parameters else []
+    rows = [("layer", "class", "state", "parameters", "bytes"), *map(_row, [*root, *layers])]
+    for column, least in ((1, 16), (0, 0)):  # long classes are shortened first, then long names
+        spare = _WIDTH - sum(2 + max(map(len, texts)) for texts in zip(*rows)) + 2
+        width = max(len(row[column]) for row in rows)
+        rows = [(*row[:column], _shorten(row[column], max(width + spare, least)), *row[column + 1 :]) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     aligned = [
         "  ".join(text.ljust(width) if column < 3 else text.rjust(width) for column, (text, width) in enumerate(cells))
@@ -277,7 +281,7 @@ def _row(layer: LayerRecord) -> tuple[str, ...]:
     size, nbytes = f"{layer.num_parameters:,}", format_bytes(layer.nbytes)
     if not layer.num_parameters:
         size = nbytes = "-"
-    return layer.name, _shorten(layer.cls_name, 16), layer.state.value, size, nbytes
+    return layer.name, layer.cls_name, layer.state.value, size, nbytes
 
 
 def _summary(nodes: list[Node]) -> list[str]:

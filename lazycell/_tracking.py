@@ -39,6 +39,7 @@ class CellState:
         order: A number that grows with the time of the first use; None before it.
         called: Whether the cell has been invoked.
         completed: Whether an invocation has returned.
+        resolved: Whether a compilation that is still under way has come across the cell.
         optional: Whether its author declared that it may stay unused.
     """
 
@@ -53,6 +54,7 @@ class CellState:
         self.order: int | None = None
         self.called = False
         self.completed = False
+        self.resolved = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CellState:
         copied = CellState.__new__(CellState)
@@ -141,13 +143,41 @@ def touch(parameter: Parameter) -> None:
             _tell("parameter_touched", parameter)
 
 
-def in_forward() -> bool:
-    """Whether this thread is inside a forward pass."""
-    return _running.depth > 0 or internals.forward_running()
+def _counts_as_use(owner: nn.Cell | None, parameter: Parameter | None = None) -> bool:
+    """Whether reading a parameter now is a use: it is in a forward pass of any kind, but one.
+
+    While something is compiled, its parser reads more than the graph comes to hold; what the graph holds is known
+    once it is finished (`_graph_finished`). Parameters outside a compiled cell's tree are not seen there.
+    """
+    forward, compiled = internals.forward_running()
+    if forward is internals.Forward.JIT:
+        internals.when_function_is_compiled(_function_compiled)
+        return False
+    if compiled is None:
+        return forward is not internals.Forward.NONE
+    cells, parameters = _inside(compiled)
+    return id(owner) not in cells and id(parameter) not in parameters
+
+
+_inside_cache: dict[str, Any] = {}
+
+
+def _inside(cell: nn.Cell) -> tuple[set[int], set[int]]:
+    """The ids of the cells and parameters of a tree, computed once per compilation."""
+    key = (id(cell), Structure.version)
+    if _inside_cache.get("key") != key:
+        cells = list(subtree(cell))
+        parameters = {id(p) for current in cells for p in own_parameters(current)}
+        _inside_cache.update(key=key, value=({id(current) for current in cells}, parameters))
+    value: tuple[set[int], set[int]] = _inside_cache["value"]
+    return value
 
 
 def _read(parameter: Parameter) -> None:
-    touch(parameter) if in_forward() else _deferral.materialize(parameter)
+    if internals.forward_running()[0] is internals.Forward.NONE:
+        _deferral.materialize(parameter)
+    elif _counts_as_use(None, parameter):
+        touch(parameter)
 
 
 _deferral.on_read = _read
@@ -207,21 +237,28 @@ class WatchedParameters(Parameters):
 
     def __getitem__(self, name: str) -> Parameter | None:
         parameter: Parameter | None = OrderedDict.__getitem__(self, name)
-        if name in self.pending and (is_touched(parameter) or in_forward()):
+        if name in self.pending and (is_touched(parameter) or _counts_as_use(self.state.cell())):
             _touch_entries(self, [name])
         return parameter
 
     def items(self) -> Any:
-        _listed(self, sys._getframe(1))
+        _listed(self, sys._getframe().f_back)
         return OrderedDict.items(self)
 
     def values(self) -> Any:
-        _listed(self, sys._getframe(1))
+        _listed(self, sys._getframe().f_back)
         return OrderedDict.values(self)
 
 
-def _listed(parameters: Parameters, frame: FrameType) -> None:
-    if parameters.pending and internals.listed_by_user(frame) and in_forward():
+def _listed(parameters: Parameters, frame: FrameType | None) -> None:
+    """Someone goes through all parameters: a finished compilation, the user's construct, or mere bookkeeping."""
+    if not parameters.pending:
+        return
+    finished = internals.finished_graph(frame)
+    if finished is not None:
+        cell, used = finished
+        _graph_finished([cell], used, reports=state_of(cell) is None)  # a tracked cell reports when its call returns
+    elif internals.listed_by_user(frame) and _counts_as_use(parameters.state.cell()):
         _touch_entries(parameters, list(parameters.pending))
 
 
@@ -233,9 +270,13 @@ def _touch_entries(parameters: Parameters, names: list[str]) -> None:
             if parameter is not None:
                 touch(parameter)
             parameters.pending.discard(name)
-        if not parameters.pending:
-            parameters.__class__ = Parameters
+        _settle(parameters)
         _use(parameters.state)
+
+
+def _settle(parameters: Parameters) -> None:
+    if not parameters.pending:
+        parameters.__class__ = Parameters
 
 
 class Children(OrderedDict[str, Any]):
@@ -296,11 +337,6 @@ def hidden_parameters(cell: nn.Cell) -> list[Parameter]:
 # Watching cells
 
 
-class _Running(threading.local):
-    depth = 0
-
-
-_running = _Running()
 _watched_classes: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
 
 
@@ -312,7 +348,8 @@ def begin(cell: nn.Cell) -> CellState:
         cell.__dict__["_params"] = Parameters(state, list(cell._params.items()))
     if not isinstance(cell._cells, Children):
         children = Children()
-        OrderedDict.update(children, cell._cells)
+        for name, child in cell._cells.items():
+            OrderedDict.__setitem__(children, name, child)  # nothing is being assigned here
         cell.__dict__["_cells"] = children
     return state
 
@@ -403,21 +440,26 @@ class _WatchedConstruct:
     def __get__(self, cell: nn.Cell | None, owner: type) -> Any:
         if cell is None:
             return self._native.construct
-        if internals.parser_asks(sys._getframe(1)):
-            # A graph is being compiled, which will call this cell; from there on nothing is seen.
-            unwatch(cell)
-            _use_untracked(cell)
+        if internals.parser_asks(sys._getframe().f_back):
+            _resolve(cell)
+            if internals.forward_running()[0] is internals.Forward.JIT:
+                internals.when_function_is_compiled(_function_compiled).append(cell)
             return cell.construct
         return MethodType(self._function, cell)
 
 
-def _is_outermost() -> bool:
+def _is_outermost(frame: FrameType | None) -> bool:
     """Whether no tracked cell is being run by this thread, not even one that is settled."""
-    return not _running.depth and not any(state_of(cell) for cell in internals.running_cells())
+    return not any(state_of(cell) for cell in internals.running_cells(frame))
 
 
-def _enter(cell: nn.Cell, outermost: bool) -> bool:
+def _enter(cell: nn.Cell, outermost: bool, compiles: bool) -> bool:
     """Note the invocation of a watched cell; from here on it runs as its real class.
+
+    Args:
+        cell: The cell.
+        outermost: Whether no other tracked cell is being run.
+        compiles: Whether the invocation compiles the cell rather than run its ``construct``.
 
     Returns:
         False if the cell isn't watched any more: another thread was faster, or its method was kept from before.
@@ -427,11 +469,9 @@ def _enter(cell: nn.Cell, outermost: bool) -> bool:
             return False
         if outermost:
             adopt(cell)
-            if internals.in_graph_mode():
-                # Nothing runs in Python: what the graph uses can't be seen, so all of it counts as used.
-                for current in list(subtree(cell)):
-                    unwatch(current)
-                    _use_untracked(current)
+        if compiles:
+            _resolve(cell)
+            return True
         state = begin(cell)
         state.called = True
         _use(state)
@@ -444,24 +484,104 @@ def _enter(cell: nn.Cell, outermost: bool) -> bool:
 
 def _run(cell: nn.Cell, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a watched cell: note its use, let the real class do the work, and see whether it completes."""
-    outermost = _is_outermost()
-    _running.depth += 1
+    called = sys._getframe().f_back  # the watched method
+    outermost = _is_outermost(called.f_back if called is not None else None)
     entered = False
     try:
-        entered = _enter(cell, outermost)
+        entered = _enter(cell, outermost, internals.compiles(method))
         result = method(cell, *args, **kwargs)
     except BaseException:
         if entered and outermost:
             watch(cell)
         raise
-    finally:
-        _running.depth -= 1
     if entered:
-        begin(cell).completed = True
-        if outermost:
-            for listener in completion_listeners:
-                listener(cell)
+        _complete(cell, outermost)
     return result
+
+
+def _complete(cell: nn.Cell, outermost: bool) -> None:
+    begin(cell).completed = True
+    if outermost:
+        for listener in completion_listeners:
+            listener(cell)
+
+
+# ---------------------------------------------------------------------------------------------
+# Compilation
+
+
+def _resolve(cell: nn.Cell) -> None:
+    """A graph is being compiled that may call this cell; from here on it is parsed as its real class."""
+    state = begin(cell)
+    unwatch(cell)
+    state.called = state.resolved = True
+    registered = {id(p) for p in own_parameters(cell)}
+    for parameter in hidden_parameters(cell):
+        if id(parameter) not in registered:  # nothing of MindSpore's would fill it
+            touch(parameter)
+    if not any(own_parameters(current) for current in subtree(cell)):
+        _use(state)
+    cell._params.pending.add(_GRAPH)
+    cell._params.__class__ = WatchedParameters
+
+
+_GRAPH = ""  # an entry that no parameter has: it keeps a cell's parameters watched until the graph is finished
+
+
+class BuiltIn(Protocol):
+    """Something that a graph holds as it was when the graph was built."""
+
+    def graph_finished(self) -> None: ...
+
+
+def note_in_compilation(thing: BuiltIn) -> None:
+    """Have something told when the function that is being compiled is compiled, before its graph runs."""
+    if internals.forward_running()[0] is internals.Forward.JIT:
+        internals.when_function_is_compiled(_function_compiled).append(thing)
+
+
+def _function_compiled(noted: list[nn.Cell | BuiltIn], parameters: list[Parameter]) -> None:
+    _graph_finished([thing for thing in noted if isinstance(thing, nn.Cell)], parameters, reports=True)
+    for thing in noted:
+        if not isinstance(thing, nn.Cell):
+            thing.graph_finished()
+
+
+def _graph_finished(cells: list[nn.Cell], parameters: list[Parameter], reports: bool) -> None:
+    """A cell, or a function that calls some, has been compiled; nothing has run yet.
+
+    Args:
+        cells: The compiled cell, or the cells that the function resolved.
+        parameters: The parameters that the graph holds.
+        reports: Whether the outermost tracked cells complete a forward pass by this.
+    """
+    outermost: list[nn.Cell] = []
+    inner: set[int] = set()
+    with lock:
+        for parameter in parameters:
+            touch(parameter)
+        for current in list(subtree(*cells)):
+            state = state_of(current)
+            if state is None:
+                continue
+            if id(current) not in inner:
+                inner.update(map(id, subtree(current)))
+                if state.resolved and not state.completed:
+                    outermost.append(current)
+            _forget_touched(current._params)
+            state.completed = state.completed or state.resolved
+            state.resolved = False
+    for current in outermost if reports else ():
+        _complete(current, outermost=True)
+
+
+def _forget_touched(parameters: Parameters) -> None:
+    parameters.pending -= {name for name in parameters.pending if _is_done(OrderedDict.get(parameters, name))}
+    _settle(parameters)
+
+
+def _is_done(parameter: Parameter | None) -> bool:
+    return parameter is None or is_touched(parameter)
 
 
 def reset(cell: nn.Cell) -> None:

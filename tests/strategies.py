@@ -129,7 +129,7 @@ Plan = Leaf | Block
 
 
 class _Net(nn.Cell):
-    """What the two kinds of block do alike."""
+    """What the two kinds of block do alike; ``construct`` can be compiled as well."""
 
     def build(self, plan: Block, base: type[nn.Cell]) -> None:
         children = [build(child, base) for child in plan.children]
@@ -140,21 +140,26 @@ class _Net(nn.Cell):
                 setattr(self, f"child{position}", child)
         if plan.shares is not None:
             self.shared = children[plan.shares]
-        self.uses = plan.uses
-        self.readable = [child.kind.readable if isinstance(child, Leaf) else None for child in plan.children]
+        self.in_list = plan.in_list
+        readable = [child.kind.readable if isinstance(child, Leaf) else None for child in plan.children]
+        self.uses = tuple(
+            (position, f"child{position}", how, readable[position] or "")
+            for position, how in plan.uses
+            if how != "read" or readable[position]
+        )
 
     def child(self, position: int) -> nn.Cell:
-        return self.blocks[position] if hasattr(self, "blocks") else getattr(self, f"child{position}")
+        return self.blocks[position] if self.in_list else getattr(self, f"child{position}")
 
     def construct(self, x: Tensor) -> Tensor:
-        for position, how in self.uses:
-            child = self.child(position)
+        for position, name, how, readable in self.uses:
+            child = self.blocks[position] if self.in_list else getattr(self, name)
             if how == "call":
                 x = child(x)
             elif how == "construct":
                 x = child.construct(x)
-            elif self.readable[position] is not None:
-                x = x + getattr(child, self.readable[position])[:WIDTH].sum()
+            else:
+                x = x + getattr(child, readable)[:4].sum()
         return x
 
 

@@ -211,7 +211,29 @@ class TestTrack:
         net[1](X)
         lazycell.track(net)
         assert lazycell.registry(net).touched == ("1",)
+        assert [record.where for record in lazycell.registry(net).layers] == [None, None]
         assert names(lazycell.trainable_params(net)) == ["1.weight", "1.bias"]
+
+    def test_a_net_that_ran_before_reports_at_its_next_pass(self) -> None:
+        """Once, however often it is tracked."""
+
+        class Plain(nn.Cell):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.dead = nn.Dense(2, 2), nn.Dense(2, 2)
+
+            def construct(self, x: Tensor) -> Tensor:
+                return self.a(x)
+
+        net = Plain()
+        net(X)
+        lazycell.track(net)
+        with pytest.warns(lazycell.UnusedLayerWarning, match="dead"):
+            net(X)
+        lazycell.track(net)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            net(X)
 
 
 class TestReleaseAndMaterialize:

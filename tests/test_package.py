@@ -148,6 +148,12 @@ class TestCommandLine:
         assert max(map(len, out.splitlines())) <= 80
         assert out.isascii() and "\x1b" not in out
 
+    def test_a_reader_that_has_seen_enough(self) -> None:
+        """A closed pipe is no error."""
+        command = f"{sys.executable} -m lazycell demo | head -1"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300)
+        assert done.stdout.count("\n") == 1 and "BrokenPipe" not in done.stderr
+
     def test_a_wrong_command(self) -> None:
         """One line says which there are, and the exit code is 2."""
         done = self.run("dmeo")

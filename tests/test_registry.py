@@ -120,8 +120,21 @@ class TestRegistry:
 
         net = Long()
         for _ in range(2):
-            assert 75 < max(map(len, str(lazycell.registry(net)).splitlines())) <= 80
+            assert 70 < max(map(len, str(lazycell.registry(net)).splitlines())) <= 80
             lazycell.materialize(net.another_long_name_of_a_used_layer)
+
+    def test_table_shortens_only_what_it_must(self) -> None:
+        """Names and classes that fit are whole; a cell's own parameters have a row."""
+
+        class AClassWithAVeryLongNameIndeed(lazycell.LazyCell):
+            def __init__(self) -> None:
+                super().__init__()
+                self.own = ms.Parameter(ms.ops.ones(3), name="own")
+                self.act = nn.AdaptiveAvgPool2d(1)
+
+        table = str(lazycell.registry(AClassWithAVeryLongNameIndeed())).splitlines()
+        assert table[2].split() == ["(itself)", "AClassWithAVeryLongNameIndeed", "deferred", "3", "12", "B"]
+        assert table[3].split()[:2] == ["act", "AdaptiveAvgPool2d"]
 
     def test_shared_parameters_count_once(self) -> None:
         """Where they come first."""
@@ -420,10 +433,10 @@ class TestTouchedParameters:
     """Live lists."""
 
     def test_untouched_warning(self) -> None:
-        """Iterating before any forward pass warns, names the ways out, and points at the user's line."""
+        """Iterating before any forward pass warns, names the way out, and points at the user's line."""
         net = Net()
         live = net.trainable_params()
-        with pytest.warns(lazycell.UntouchedWarning, match="(?s)dry_run.*LazyOptimizer.*patch") as caught:
+        with pytest.warns(lazycell.UntouchedWarning, match=r"(?s)Call the net.*get_parameters\(\)") as caught:
             assert list(live) == []
         assert caught[0].filename == __file__
         with pytest.warns(lazycell.UntouchedWarning):

@@ -9,7 +9,6 @@ import warnings
 from collections import OrderedDict
 
 import mindspore as ms
-import numpy as np
 import pytest
 from helpers import assert_same_values, bits, both, deferred, names, ones, touched
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
@@ -668,44 +667,3 @@ class TestThreads:
         for thread in threads:
             thread.join(60)
         assert not errors
-
-
-def test_graph_mode_counts_all_and_is_right() -> None:
-    """Where nothing runs in Python, all is allocated and counts as touched, and the numbers are the eager ones."""
-
-    class Model(lazycell.LazyCell):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Dense(2, 2), nn.Dense(2, 2)
-
-        def construct(self, x):
-            return self.a(x)
-
-    net = Model()
-    ms.set_context(mode=ms.GRAPH_MODE)
-    with pytest.raises(lazycell.UntouchedError, match="LazyOptimizer"):
-        list(net.trainable_params())
-    compiled = net(X)
-    assert not deferred(net)
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    np.testing.assert_allclose(compiled.asnumpy(), net(X).asnumpy(), rtol=1e-6)
-
-
-def test_jitted_functions_are_right() -> None:
-    """Plain MindSpore returns zeros from a jitted function over a net with deferred parameters."""
-
-    class Model(lazycell.LazyCell):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Dense(2, 2, "ones", "ones")
-
-        def construct(self, x):
-            return self.a(x)
-
-    net = Model()
-
-    @ms.jit
-    def run(x):
-        return net(x)
-
-    assert run(X).asnumpy().tolist() == [[3.0, 3.0]]
