@@ -1,6 +1,7 @@
 """Lazy parameters for MindSpore: only what ``construct`` uses is allocated, trained and reported."""
 
 from lazycell._cell import LazyCell, materialize, optional, release, track
+from lazycell._dry_run import dry_run, spec
 from lazycell._errors import LazyCellError, LazyCellWarning, UntouchedError, UntouchedWarning, UnusedLayerWarning
 from lazycell._layers import LayerRecord, LayerState
 from lazycell._live import TouchedParameters, trainable_params
@@ -19,10 +20,12 @@ __all__ = [
     "UntouchedError",
     "UntouchedWarning",
     "UnusedLayerWarning",
+    "dry_run",
     "materialize",
     "optional",
     "registry",
     "release",
+    "spec",
     "track",
     "trainable_params",
 ]

@@ -58,6 +58,7 @@ def constructing() -> Iterator[None]:
         finally:
             _current.depth -= 1
         return
+    internals.require_known_internals()
     _current.cells, _current.parameters, _current.store = [], [], None
     with _hooks.open():
         _current.depth = 1

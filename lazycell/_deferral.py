@@ -13,13 +13,15 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
 from mindspore import Parameter, Tensor
 
 from lazycell import _mindspore as internals
+from lazycell._errors import LazyCellError
 
 _lock = threading.RLock()
 _classes: dict[type, type] = {}
@@ -89,7 +91,8 @@ def _is_initializer_for(data: Any, parameter: Parameter) -> bool:
 def _value_method(name: str) -> Callable[..., Any]:
     def method(self: Parameter, *args: Any, **kwargs: Any) -> Any:
         read(self)
-        return getattr(type(self), name)(self, *args, **kwargs)
+        # The class is still the deferred one if storage is postponed: shapes will do.
+        return getattr(getattr(type(self), "_lazycell_native", type(self)), name)(self, *args, **kwargs)
 
     method.__name__ = name
     return method
@@ -121,14 +124,34 @@ def is_deferred(parameter: Any) -> bool:
     return issubclass(type(parameter), _Deferred)
 
 
+class _Postponed(threading.local):
+    active = False
+
+
+_postponed = _Postponed()
+
+
+@contextmanager
+def no_storage() -> Iterator[None]:
+    """Refuse to materialize anything in this thread: it computes shapes, on a device without storage."""
+    before, _postponed.active = _postponed.active, True
+    try:
+        yield
+    finally:
+        _postponed.active = before
+
+
 def materialize(parameter: Parameter) -> None:
     """Give a parameter its storage and its initial values; the object stays the same.
 
     Raises:
+        LazyCellError: Inside `no_storage`.
         Exception: Whatever the initializer raises; the parameter stays deferred then.
     """
     with _lock:
         if is_deferred(parameter):
+            if _postponed.active:
+                raise LazyCellError(f"the values of {parameter.name} are needed where only shapes are computed.")
             # The class goes back last, so that no other thread can meet a native class without values.
             internals.fill_storage(type(parameter)._lazycell_native, parameter)
             _become_native(parameter)

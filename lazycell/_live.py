@@ -16,13 +16,14 @@ from lazycell._tracking import Structure, is_touched, own_parameters, state_of
 
 _UNTOUCHED = """\
 the touched parameters of {name} were listed before any forward pass of it had completed, so the list is empty \
-or incomplete. Call the net, or a gradient function over it, once before you build an optimizer or a graph from \
-the list. To count or to freeze parameters, use get_parameters(), which lists all of them."""
+or incomplete. Call the net or a gradient function over it once, or lazycell.dry_run(net, inputs), before \
+you build an optimizer or a graph from the list. To count or to freeze parameters, use get_parameters(), \
+which lists all of them."""
 
 _BUILT_IN = """\
 a function was compiled with the touched parameters of {name} as they were before it ran ({before} of them; now there \
 are {after}), so its gradients would not match them. Call it again, and it is compiled with the list as it is now; \
-or call the net once before, in the same mode."""
+or call the net, or lazycell.dry_run(net, inputs), before."""
 
 
 class TouchedParameters(list[Parameter]):

@@ -12,10 +12,10 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import mindspore
 import numpy as np
@@ -23,10 +23,46 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.common import initializer as _initializers
 from mindspore.common.initializer import Initializer
 
+from lazycell._errors import LazyCellError
+
 try:  # MindSpore 2.9 and later
-    from mindspore.graph.api import _pynative_executor
+    from mindspore.graph import api as _api
 except ImportError:
-    from mindspore.common.api import _pynative_executor
+    from mindspore.common import api as _api
+
+# ---------------------------------------------------------------------------------------------
+# Versions
+
+TESTED = "2.7.1, 2.8.0, 2.9.0 and 2.10.0"
+
+# What lazycell relies on beyond MindSpore's documentation; other versions may have renamed it.
+_NEEDED: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (_api, ("_pynative_executor", "ms_compile_cache")),
+    (_initializers, ("_numpy_seed",)),
+    (nn.Cell, ("_self_check", "init_parameters_data", "parameters_and_names")),
+    (Parameter, ("_get_base_class", "init_data", "set_data")),
+    (Tensor, ("assign_value", "has_init", "init_data")),
+    (mindspore, ("_no_grad", "get_rng_state", "set_rng_state")),
+)
+_checked: list[bool] = []
+
+
+def require_known_internals() -> None:
+    """Refuse a MindSpore that lacks what lazycell relies on; looks once, at the first use.
+
+    Raises:
+        LazyCellError: It does; the message names what is missing, and the versions that were tested.
+    """
+    if _checked:
+        return
+    missing = [name for owner, names in _NEEDED for name in names if not hasattr(owner, name)]
+    if missing:
+        raise LazyCellError(
+            f"MindSpore {mindspore.__version__} lacks {', '.join(missing)}, which lazycell relies on. lazycell was "
+            f"tested on MindSpore {TESTED}: install one of these, or a newer lazycell."
+        )
+    _checked.append(True)
+
 
 # ---------------------------------------------------------------------------------------------
 # What is running
@@ -354,7 +390,7 @@ def guard_operators(needs_reading: Callable[[object], bool], read: Callable[[Par
     if OPERATORS_ASK or _guarded:
         return
     _guarded.append(True)
-    native = _pynative_executor.run_op_async
+    native = _api._pynative_executor.run_op_async
 
     def run_op_async(primitive: Any, name: str, arguments: Any) -> Any:
         pending = list(arguments)
@@ -366,7 +402,7 @@ def guard_operators(needs_reading: Callable[[object], bool], read: Callable[[Par
                 read(argument)
         return native(primitive, name, arguments)
 
-    _pynative_executor.run_op_async = run_op_async
+    _api._pynative_executor.run_op_async = run_op_async
 
 
 def needs_values(parameter: Parameter, name: str, caller: FrameType | None) -> bool:
@@ -385,6 +421,73 @@ def value_dunders(native: type) -> list[str]:
     """The special methods of a parameter class that read or write values."""
     names = (name for name in dir(native) if name.startswith("__") and name.endswith("__"))
     return [name for name in names if name not in _STRUCTURAL and callable(getattr(native, name))]
+
+
+# ---------------------------------------------------------------------------------------------
+# Dry runs
+
+DTYPE = type(mindspore.float32).__mro__[2]  # the common base of all dtypes
+# The meta device is there from MindSpore 2.9 on. But 2.9.0 corrupts memory on it (a process that has run LSTM or
+# BatchNorm there may crash much later), and nothing but the version tells.
+HAS_META = hasattr(mindspore, "DeviceCtx") and not mindspore.__version__.startswith("2.9.")
+_HOOKS = ("_lazy_forward_pre_hook", "_lazy_forward_hook", "_lazy_backward_pre_hook", "_lazy_backward_hook")
+
+
+def on_meta() -> AbstractContextManager[Any]:
+    """A context in which operators compute shapes only."""
+    return cast(AbstractContextManager[Any], mindspore.DeviceCtx("meta"))
+
+
+@contextmanager
+def moved_to_meta(tensors: list[Tensor]) -> Iterator[None]:
+    """Let tensors be on the meta device inside, in place, and afterwards what they were, storage and views alike."""
+    kept = []
+    try:
+        for tensor in tensors:
+            keeper = tensor_without_storage((1,), tensor.dtype, _initializers.Zero())
+            Tensor.assign_value(keeper, tensor)  # shares the storage, if there is any
+            kept.append((tensor, keeper, tensor.init))
+            with on_meta():
+                Tensor.assign_value(tensor, mindspore.ops.zeros(tensor.shape, tensor.dtype))
+            tensor.init = None
+        yield
+    finally:
+        for tensor, keeper, init in kept:
+            Tensor.assign_value(tensor, keeper)
+            tensor.init = init
+
+
+def no_gradients() -> AbstractContextManager[Any]:
+    """A context in which no gradients are recorded."""
+    return cast(AbstractContextManager[Any], mindspore._no_grad())
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor holds values, rather than a shape, an initializer or a place on the meta device."""
+    return not (tensor.has_init or getattr(tensor, "is_meta", False))
+
+
+@contextmanager
+def hooks_silenced(cells: list[nn.Cell]) -> Iterator[None]:
+    """Forward and backward hooks of some cells don't run inside."""
+    kept = [(cell, name, cell.__dict__[name]) for cell in cells for name in _HOOKS if cell.__dict__.get(name)]
+    for cell, name, _ in kept:
+        cell.__dict__[name] = None
+    try:
+        yield
+    finally:
+        for cell, name, hooks in kept:
+            cell.__dict__[name] = hooks
+
+
+def buffers(cell: nn.Cell) -> list[tuple[str, Tensor]]:
+    """A cell's own buffers, by name."""
+    return [(name, value) for name, value in cell._buffers.items() if value is not None]
+
+
+def set_buffer(cell: nn.Cell, name: str, value: Tensor) -> None:
+    """Put a buffer's value back, in place where the tensor is the same."""
+    cell._buffers[name].assign_value(value)
 
 
 # ---------------------------------------------------------------------------------------------

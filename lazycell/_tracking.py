@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType, MethodType
 from typing import Any, Protocol
 
@@ -134,11 +135,34 @@ def _tell(event: str, subject: Any) -> None:
         raise errors[0]
 
 
+class _Postponed(threading.local):
+    parameters: list[Parameter] | None = None
+
+
+_postponed = _Postponed()
+
+
+@contextmanager
+def storage_postponed() -> Iterator[None]:
+    """What this thread touches inside gets its storage at the end, also after an exception."""
+    touched = _postponed.parameters = []
+    try:
+        with _deferral.no_storage():
+            yield
+    finally:
+        _postponed.parameters = None
+        for parameter in touched:
+            _deferral.materialize(parameter)
+
+
 def touch(parameter: Parameter) -> None:
     """Note that a parameter takes part in a forward pass, and give it its storage."""
     with lock:
         if not is_touched(parameter):
-            _deferral.materialize(parameter)
+            if _postponed.parameters is None:
+                _deferral.materialize(parameter)
+            else:
+                _postponed.parameters.append(parameter)
             parameter._lazycell_touched = next(_order)
             _tell("parameter_touched", parameter)
 
@@ -356,6 +380,7 @@ def begin(cell: nn.Cell) -> CellState:
 
 def adopt(cell: nn.Cell) -> None:
     """Track a cell and all below it that aren't tracked yet; what has run before counts as used."""
+    internals.require_known_internals()
     for current in list(subtree(cell)):
         if state_of(current) is None:
             begin(current)

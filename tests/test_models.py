@@ -7,7 +7,7 @@ import warnings
 import mindspore as ms
 import numpy as np
 import pytest
-from helpers import bits, both, names, stream
+from helpers import bits, both, is_deferred, names, stream
 from mindspore import Tensor, nn
 
 import lazycell
@@ -75,3 +75,46 @@ def test_unused_models_hold_nothing(name: str) -> None:
     (layer,) = caught[0].message.layers
     assert layer.name == "teacher" and layer.nbytes == lazycell.registry(net.teacher).nbytes
     assert lazycell.registry(net).deferred_nbytes > 0.99 * layer.nbytes
+
+
+@pytest.mark.parametrize("mode", [ms.PYNATIVE_MODE, ms.GRAPH_MODE], ids=["PyNative", "Graph"])
+@pytest.mark.parametrize("name, size, options", [("googlenet", 224, {"aux_logits": True}), ("inception_v3", 299, {})])
+def test_auxiliary_heads(name: str, size: int, options: dict[str, bool], mode: int) -> None:
+    """In evaluation, what is unused is exactly the auxiliary heads."""
+
+    class Model(lazycell.LazyCell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = mindcv.create_model(name, num_classes=10, pretrained=False, **options)
+
+        def construct(self, x):
+            return self.model(x)
+
+    net = Model()
+    net.set_train(False)
+    ms.set_context(mode=mode)
+    with pytest.warns(lazycell.UnusedLayerWarning) as caught:
+        net(Tensor(np.zeros((1, 3, size, size), np.float32)))
+    (entry,) = caught
+    heads = {child for child in net.model.name_cells() if "aux" in child}
+    assert heads and {layer.name for layer in entry.message.layers} == {f"model.{head}" for head in heads}
+    assert {name for name, p in net.parameters_and_names() if is_deferred(p)} == {
+        name for name, _ in net.parameters_and_names() if name.split(".")[1] in heads
+    }
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2_100", "vit_b_32_224", "googlenet"])
+def test_dry_run_touches_what_a_forward_pass_touches(name: str) -> None:
+    """Before anything ran, and with the eager values."""
+    eager, net = both(lambda base: make(name, base))
+    for cell in (eager, net):
+        cell.set_train(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lazycell.UnusedLayerWarning)
+        assert lazycell.dry_run(net, lazycell.spec(1, 3, 224, 224)) == lazycell.spec(1, 10)
+    used = lazycell.track(eager)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lazycell.UnusedLayerWarning)
+        used(Tensor(np.zeros((1, 3, 224, 224), np.float32)))
+    assert names(net.trainable_params()) == names(lazycell.trainable_params(eager))
+    assert lazycell.registry(net).untouched == lazycell.registry(eager).untouched

@@ -20,7 +20,7 @@ from lazycell import _cli, _demo
 PACKAGE = Path(lazycell.__file__).parent
 ORDER = (
     "_errors", "_mindspore", "_deferral", "_tracking", "_construction", "_layers", "_registry", "_live", "_cell",
-    "_demo", "_cli", "__main__",
+    "_dry_run", "_demo", "_cli", "__main__",
 )  # fmt: skip
 
 
@@ -37,10 +37,12 @@ def test_public_names() -> None:
         "UntouchedError",
         "UntouchedWarning",
         "UnusedLayerWarning",
+        "dry_run",
         "materialize",
         "optional",
         "registry",
         "release",
+        "spec",
         "track",
         "trainable_params",
     ]
@@ -104,7 +106,7 @@ print("same")
 
 
 @pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
-@pytest.mark.parametrize("module", ["_registry", "_live", "_layers", "_cell", "_errors"])
+@pytest.mark.parametrize("module", ["_registry", "_live", "_layers", "_cell", "_errors", "_dry_run"])
 def test_examples_in_docstrings_run(module: str) -> None:
     """Every ``>>>`` example gives what it says."""
     assert doctest.testmod(importlib.import_module(f"lazycell.{module}")).failed == 0

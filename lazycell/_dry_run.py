@@ -1,0 +1,246 @@
+"""Touch without training: shapes in, shapes out."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import mindspore
+import numpy as np
+from mindspore import Tensor, nn
+
+from lazycell import _deferral
+from lazycell import _mindspore as internals
+from lazycell import _tracking
+from lazycell._registry import require_tracked
+
+_log = logging.getLogger("lazycell")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """The shape and dtype of a tensor that doesn't exist; made by `spec`, returned by `dry_run`."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def __repr__(self) -> str:
+        return f"spec({', '.join(map(str, self.shape))}, dtype={self.dtype})"
+
+
+def spec(*shape: int | None, dtype: Any = mindspore.float32) -> TensorSpec:
+    """An input without storage, for `dry_run`.
+
+    Args:
+        shape: The dimensions; None for one that varies, which is taken as 1.
+        dtype: A dtype of MindSpore.
+
+    Raises:
+        TypeError: A dimension is no integer, or ``dtype`` is no dtype of MindSpore.
+        ValueError: A dimension is negative.
+
+    Example:
+        >>> import lazycell
+        >>> lazycell.spec(None, 3, 224, 224)
+        spec(1, 3, 224, 224, dtype=Float32)
+    """
+    for size in shape:
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
+            raise TypeError(f"spec() takes integers or None, one for each dimension, but got {size!r}.")
+        if size is not None and size < 0:
+            raise ValueError(f"spec() takes sizes of dimensions, but got {size}; a size that varies is None.")
+    if not isinstance(dtype, internals.DTYPE):
+        raise TypeError(f"spec() takes a dtype of MindSpore, as mindspore.float32, but got {dtype!r}.")
+    return TensorSpec(tuple(1 if size is None else size for size in shape), dtype)
+
+
+def dry_run(cell: nn.Cell, *inputs: Any, **kwargs: Any) -> Any:
+    """Run a cell for its touches alone: what it uses is known and allocated afterwards, as after a first call.
+
+    On MindSpore 2.10 and later shapes alone go through the cell, with no activation memory and no arithmetic. Where
+    an operator has no such version, and on older MindSpore, the cell runs on zeros, without gradients. Either way in
+    PyNative mode, with hooks silent, and with modes, random streams, moving statistics and buffers as before.
+
+    Args:
+        cell: A `LazyCell`, or any cell that holds tracked ones.
+        inputs: Tensors, `spec`, tensors with a shape and no values, or containers of these; anything else goes in
+            as it is. Without any, those of the cell's ``set_inputs()``.
+        kwargs: Inputs by name.
+
+    Returns:
+        The cell's outputs, each tensor replaced by its `spec`.
+
+    Raises:
+        TypeError: ``cell`` is no cell.
+        LazyCellError: Nothing in it is tracked.
+        Exception: Whatever the forward pass raises.
+
+    Example:
+        >>> import lazycell
+        >>> from mindspore import nn
+        >>> net = lazycell.track(nn.SequentialCell(nn.Conv2d(3, 8, 3), nn.ReLU()))
+        >>> lazycell.dry_run(net, lazycell.spec(256, 3, 512, 512))
+        spec(256, 8, 512, 512, dtype=Float32)
+        >>> optimizer = nn.Adam(lazycell.trainable_params(net))
+    """
+    require_tracked(cell)
+    if not inputs and not kwargs:
+        inputs = tuple(cell.get_inputs() or ())
+
+    with _undisturbed(cell):
+        if internals.HAS_META:
+            try:
+                return _run_on_shapes(cell, inputs, kwargs)
+            except Exception as error:
+                name = type(cell).__name__
+                _log.debug("dry_run: shapes alone don't go through %s (%r); it runs on zeros", name, error)
+        return _run_on_zeros(cell, inputs, kwargs)
+
+
+def _run_on_shapes(cell: nn.Cell, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Views of a tensor that isn't on the meta device crash the process there, so all that can be found go.
+    tensors = tensors_within([cell])
+    with _tracking.storage_postponed(), internals.moved_to_meta(tensors), internals.on_meta():
+        args, named = _replace_tensors((inputs, kwargs), lambda value: _zeros(_spec_of(value)))
+        return _replace_tensors(cell(*args, **named), _spec_of)
+
+
+def _run_on_zeros(cell: nn.Cell, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with internals.no_gradients(), _values_kept(cell):
+        args, named = _replace_tensors((inputs, kwargs), _with_values)
+        return _replace_tensors(cell(*args, **named), _spec_of)
+
+
+def _replace_tensors(value: Any, replace: Callable[[Any], Any]) -> Any:
+    """A structure with its tensors and specs replaced; tuples, named ones too, lists and dicts stay what they are."""
+    if isinstance(value, (Tensor, TensorSpec)):
+        return replace(value)
+    if isinstance(value, dict):
+        return type(value)((key, _replace_tensors(item, replace)) for key, item in value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_replace_tensors(item, replace) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_replace_tensors(item, replace) for item in value)
+    return value
+
+
+def _spec_of(value: Tensor | TensorSpec) -> TensorSpec:
+    if isinstance(value, TensorSpec):
+        return value
+    return TensorSpec(tuple(1 if size == -1 else size for size in value.shape), value.dtype)
+
+
+def _zeros(described: TensorSpec) -> Tensor:
+    return mindspore.ops.zeros(described.shape, described.dtype)
+
+
+def _with_values(value: Tensor | TensorSpec) -> Tensor:
+    """A tensor as it is if it has values, else zeros of its shape."""
+    if isinstance(value, Tensor) and -1 not in value.shape and internals.has_values(value):
+        return value
+    return _zeros(_spec_of(value))
+
+
+@contextmanager
+def _undisturbed(cell: nn.Cell) -> Iterator[None]:
+    """PyNative mode, silent hooks, and random streams that stand afterwards where they stood."""
+    with ExitStack() as stack:
+        stack.callback(mindspore.set_context, mode=mindspore.get_context("mode"))
+        mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
+        stack.callback(np.random.set_state, np.random.get_state())
+        stack.callback(mindspore.set_rng_state, mindspore.get_rng_state())
+        stack.enter_context(internals.hooks_silenced(list(_tracking.subtree(cell))))
+        yield
+
+
+@contextmanager
+def _values_kept(cell: nn.Cell) -> Iterator[None]:
+    """Put back what a forward pass moves: moving statistics, counters, buffers."""
+    cells = list(_tracking.subtree(cell))
+    moving = {id(p): p for current in cells for p in _tracking.own_parameters(current) if not p.requires_grad}
+    before = [(parameter, copy.deepcopy(parameter)) for parameter in moving.values()]
+    buffers = [(current, name, value.copy()) for current in cells for name, value in internals.buffers(current)]
+    try:
+        yield
+    finally:
+        for parameter, value in before:
+            if not _deferral.is_deferred(parameter):
+                parameter.set_data(value)
+        for current, name, value in buffers:
+            internals.set_buffer(current, name, value)
+
+
+# ---------------------------------------------------------------------------------------------
+# What a forward pass can reach
+
+_LIBRARIES = ("mindspore", "numpy", "lazycell", "builtins")
+
+
+def tensors_within(roots: list[Any]) -> list[Tensor]:
+    """The tensors that cells hold, at any depth, and those that their functions name in closures and globals."""
+    found: list[Tensor] = []
+    seen: dict[int, Any] = {}  # holds what it has seen, so that no id comes to mean another object
+    waiting = list(roots)
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, Tensor):
+            found.append(value)
+        else:
+            waiting.extend(_referred_to(value))
+    return found
+
+
+def _referred_to(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    if isinstance(value, MethodType):
+        return (value.__self__, value.__func__)
+    if isinstance(value, FunctionType):
+        return _named_by(value)
+    if isinstance(value, functools.partial):
+        return (value.func, value.args, value.keywords)
+    if isinstance(value, (ModuleType, type)) or not hasattr(value, "__dict__"):
+        return ()
+    if _is_library(type(value)) and not isinstance(value, nn.Cell):
+        return ()
+    functions = [dict(vars(kind)) for kind in type(value).__mro__ if not _is_library(kind)]
+    return (vars(value), *functions)
+
+
+def _named_by(function: FunctionType) -> list[Any]:
+    """What a function refers to: its closure, its defaults, and the globals that its code names."""
+    if function.__module__ is not None and function.__module__.partition(".")[0] in _LIBRARIES:
+        return []
+    found: list[Any] = [function.__defaults__, function.__kwdefaults__, getattr(function, "__wrapped__", None)]
+    found += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    codes = [function.__code__]
+    for code in codes:
+        codes.extend(constant for constant in code.co_consts if isinstance(constant, CodeType))
+        named = [function.__globals__[name] for name in code.co_names if name in function.__globals__]
+        modules = [module for module in named if isinstance(module, ModuleType) and not _is_library(module)]
+        found += named
+        found += [vars(module)[name] for module in modules for name in code.co_names if name in vars(module)]
+    return found
+
+
+def _is_library(thing: type | ModuleType) -> bool:
+    name = thing.__name__ if isinstance(thing, ModuleType) else thing.__module__
+    return name.partition(".")[0] in _LIBRARIES
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a variable that isn't assigned yet
+        return False
