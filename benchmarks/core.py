@@ -1,4 +1,4 @@
-"""What laziness costs and saves in PyNative mode; prints one table.
+"""What laziness costs and saves; prints one table.
 
     python benchmarks/core.py
 
@@ -76,6 +76,17 @@ def settled_overhead() -> None:
               f"{interleaved(lambda: lazy(x), lambda: plain(x), rounds)}")  # fmt: skip
 
 
+def settled_graph_overhead() -> None:
+    """The same in Graph mode."""
+    x = ms.ops.ones((1, 8))
+    ms.set_context(mode=ms.GRAPH_MODE)
+    for layers, rounds in ((1, 2000), (20, 1000)):
+        lazy, plain = settled(layers, lazycell.LazyCell), settled(layers, nn.Cell)
+        print(f"settled call in Graph mode, {layers:>3} live and {layers:>3} dead layers, to plain:  "
+              f"{interleaved(lambda: lazy(x), lambda: plain(x), rounds)}")  # fmt: skip
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+
+
 class Wide(lazycell.LazyCell):
     """Many small layers side by side."""
 
@@ -143,6 +154,7 @@ def main() -> None:
           f"MindSpore {ms.__version__}, NumPy {np.__version__}")  # fmt: skip
     print("ratios of times: median (quartiles)")
     settled_overhead()
+    settled_graph_overhead()
     scale()
     construction()
 
