@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import mindspore as ms
@@ -409,3 +410,18 @@ def test_settled_classes_after_a_jitted_function() -> None:
     run_in_function(net)
     assert not _tracking.is_watched(net) and not _tracking.is_watched(net.a)
     assert type(net.a._params) is _tracking.Parameters
+
+
+def test_a_steady_call_runs_what_the_plain_one_runs() -> None:
+    """Once compiled, a call in Graph mode makes exactly as many Python calls as that of the same net on ``nn.Cell``."""
+    nets = both(make)
+    ms.set_context(mode=ms.GRAPH_MODE)
+    counts = []
+    for net in nets:
+        net(X), net(X)
+        calls: list[str] = []
+        sys.setprofile(lambda frame, event, _, calls=calls: calls.append(frame.f_code.co_name))
+        net(X)
+        sys.setprofile(None)
+        counts.append(len(calls))
+    assert counts[0] == counts[1]
