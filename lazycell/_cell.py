@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from mindspore import nn
 
-from lazycell import _construction, _deferral, _tracking
+from lazycell import _construction, _deferral, _touching, _tracking
 from lazycell._live import TouchedParameters, trainable_params
 from lazycell._registry import require_cell, require_tracked
 
@@ -81,7 +81,7 @@ def track(cell: C) -> C:
         >>> lazycell.release(net)
         32
     """
-    known = _tracking.state_of(require_cell(cell)) is not None
+    known = _touching.state_of(require_cell(cell)) is not None
     _tracking.adopt(cell)
     if not known:
         _tracking.watch(cell)  # also if it ran before
@@ -94,8 +94,8 @@ def materialize(cell: nn.Cell) -> None:
     Raises:
         TypeError: ``cell`` is no cell.
     """
-    for current in list(_tracking.subtree(require_cell(cell))):
-        for parameter in _tracking.own_parameters(current) + _tracking.hidden_parameters(current):
+    for current in list(_touching.subtree(require_cell(cell))):
+        for parameter in _touching.own_parameters(current) + _touching.hidden_parameters(current):
             _deferral.materialize(parameter)
 
 
@@ -123,9 +123,9 @@ def release(cell: nn.Cell) -> int:
         return stores[0]
 
     freed = 0
-    for current in list(_tracking.subtree(require_tracked(cell))):
-        if _tracking.state_of(current) is not None:
-            for parameter in _tracking.own_parameters(current):
+    for current in list(_touching.subtree(require_tracked(cell))):
+        if _touching.state_of(current) is not None:
+            for parameter in _touching.own_parameters(current):
                 if _tracking.can_be_released(parameter) and _deferral.drop(parameter, store):
                     freed += parameter.nbytes
     return freed

@@ -12,7 +12,7 @@ from mindspore import Parameter, nn
 
 from lazycell import _deferral
 from lazycell import _mindspore as internals
-from lazycell import _tracking
+from lazycell import _touching, _tracking
 
 _MARK = "_lazycell_constructing"
 
@@ -72,14 +72,14 @@ def constructing() -> Iterator[None]:
 
 
 def _finish(cells: list[nn.Cell], parameters: list[Parameter]) -> None:
-    cells = list(_tracking.subtree(*cells))  # with those that a constructor copied rather than built
+    cells = list(_touching.subtree(*cells))  # with those that a constructor copied rather than built
     for cell in cells:
-        if _tracking.state_of(cell) is not None:
+        if _touching.state_of(cell) is not None:
             _tracking.watch(cell)
     if not internals.OPERATORS_ASK:
         # Older MindSpore hands parameters to operators unseen. One that no cell keeps would reach them
         # without values.
-        kept = {id(p) for cell in cells for p in _tracking.own_parameters(cell) + _tracking.hidden_parameters(cell)}
+        kept = {id(p) for cell in cells for p in _touching.own_parameters(cell) + _touching.hidden_parameters(cell)}
         for parameter in parameters:
             if id(parameter) not in kept:
                 _deferral.materialize(parameter)

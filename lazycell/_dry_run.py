@@ -17,7 +17,7 @@ from mindspore import Tensor, nn
 
 from lazycell import _deferral
 from lazycell import _mindspore as internals
-from lazycell import _tracking
+from lazycell import _touching
 from lazycell._registry import require_tracked
 
 _log = logging.getLogger("lazycell")
@@ -106,7 +106,7 @@ def dry_run(cell: nn.Cell, *inputs: Any, **kwargs: Any) -> Any:
 def _run_on_shapes(cell: nn.Cell, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Views of a tensor that isn't on the meta device crash the process there, so all that can be found go.
     tensors = tensors_within([cell])
-    with _tracking.storage_postponed(), internals.moved_to_meta(tensors), internals.on_meta():
+    with _touching.storage_postponed(), internals.moved_to_meta(tensors), internals.on_meta():
         args, named = _replace_tensors((inputs, kwargs), lambda value: _zeros(_spec_of(value)))
         return _replace_tensors(cell(*args, **named), _spec_of)
 
@@ -155,15 +155,15 @@ def _undisturbed(cell: nn.Cell) -> Iterator[None]:
         mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
         stack.callback(np.random.set_state, np.random.get_state())
         stack.callback(mindspore.set_rng_state, mindspore.get_rng_state())
-        stack.enter_context(internals.hooks_silenced(list(_tracking.subtree(cell))))
+        stack.enter_context(internals.hooks_silenced(list(_touching.subtree(cell))))
         yield
 
 
 @contextmanager
 def _values_kept(cell: nn.Cell) -> Iterator[None]:
     """Put back what a forward pass moves: moving statistics, counters, buffers."""
-    cells = list(_tracking.subtree(cell))
-    moving = {id(p): p for current in cells for p in _tracking.own_parameters(current) if not p.requires_grad}
+    cells = list(_touching.subtree(cell))
+    moving = {id(p): p for current in cells for p in _touching.own_parameters(current) if not p.requires_grad}
     before = [(parameter, copy.deepcopy(parameter)) for parameter in moving.values()]
     buffers = [(current, name, value.copy()) for current in cells for name, value in internals.buffers(current)]
     try:

@@ -10,7 +10,7 @@ from mindspore import Parameter, nn
 
 from lazycell import _deferral
 from lazycell import _mindspore as internals
-from lazycell._tracking import CellState, own_children, own_parameters, state_of, touch_order
+from lazycell._touching import CellState, own_children, own_parameters, state_of, touch_order
 
 _UNKNOWN = float("inf")  # used, but nobody knows when
 

@@ -9,10 +9,10 @@ from typing import Any
 from mindspore import Parameter, nn
 
 from lazycell import _mindspore as internals
-from lazycell import _tracking
+from lazycell import _reading, _touching
 from lazycell._errors import UntouchedError, UntouchedWarning, warn
 from lazycell._registry import require_tracked
-from lazycell._tracking import Structure, is_touched, own_parameters, state_of
+from lazycell._touching import Structure, is_touched, own_parameters, state_of
 
 _UNTOUCHED = """\
 the touched parameters of {name} were listed before any forward pass of it had completed, so the list is empty \
@@ -41,7 +41,7 @@ class TouchedParameters(list[Parameter]):
         self._cell = cell
         self._recurse = recurse
         self._look()
-        _tracking.observers.add(self)  # weakly: a list that is dropped is forgotten
+        _touching.observers.add(self)  # weakly: a list that is dropped is forgotten
 
     def _look(self) -> None:
         """Look at the tree as it stands now."""
@@ -58,7 +58,7 @@ class TouchedParameters(list[Parameter]):
 
     def refresh(self) -> None:
         """Make the list what it would be if it were made now."""
-        with _tracking.lock:
+        with _touching.lock:
             self._look() if self._version != Structure.version else self._fill()
 
     def parameter_touched(self, parameter: Parameter) -> None:
@@ -98,7 +98,7 @@ class TouchedParameters(list[Parameter]):
     def __parameter_tuple__(self) -> None:
         """What MindSpore's compiler asks of a list that it is about to build into a graph."""
         self._built_in = self[:]
-        _tracking.note_in_compilation(self)
+        _reading.note_in_compilation(self)
         raise AttributeError("__parameter_tuple__")
 
     def graph_finished(self) -> None:
@@ -114,7 +114,7 @@ class TouchedParameters(list[Parameter]):
 def _parameters(cell: nn.Cell, recurse: bool) -> Iterator[tuple[Parameter, bool]]:
     """MindSpore's own listing of parameters, each with whether its use can be tracked."""
     seen: set[int] = set()
-    for current in _tracking.subtree(cell) if recurse else (cell,):
+    for current in _touching.subtree(cell) if recurse else (cell,):
         tracked = state_of(current) is not None
         for parameter in own_parameters(current):
             if id(parameter) not in seen:
@@ -127,7 +127,7 @@ def _has_completed(cell: nn.Cell) -> bool:
     state = state_of(cell)
     if state is not None and state.called:
         return state.completed
-    return any(below is not None and below.completed for below in map(state_of, _tracking.subtree(cell)))
+    return any(below is not None and below.completed for below in map(state_of, _touching.subtree(cell)))
 
 
 def trainable_params(cell: nn.Cell, recurse: bool = True) -> TouchedParameters:

@@ -10,10 +10,10 @@ from mindspore import Parameter, nn
 
 from lazycell import _deferral
 from lazycell import _mindspore as internals
-from lazycell import _tracking
+from lazycell import _touching, _tracking
 from lazycell._errors import LazyCellError, UnusedLayerWarning, warn
 from lazycell._layers import LayerRecord, Node, record, records, tree
-from lazycell._tracking import Structure, is_touched, own_parameters, state_of
+from lazycell._touching import Structure, is_touched, own_parameters, state_of
 
 
 def require_cell(cell: object) -> nn.Cell:
@@ -37,7 +37,7 @@ def require_tracked(cell: object) -> nn.Cell:
     cell = require_cell(cell)
     if state_of(cell) is not None:
         _tracking.adopt(cell)
-    elif not any(map(state_of, _tracking.subtree(cell))):
+    elif not any(map(state_of, _touching.subtree(cell))):
         name = type(cell).__name__
         raise LazyCellError(
             f"{name} isn't tracked, so what it uses isn't known. Let it inherit from lazycell.LazyCell "
@@ -175,15 +175,15 @@ class TouchHandle:
         self._callback = callback
         self._told: set[int] = set()
         self.touches_forgotten(cell)
-        _tracking.keep(cell, self)  # observers are held weakly; this one lives as long as the cell
-        _tracking.observers.add(self)
+        _touching.keep(cell, self)  # observers are held weakly; this one lives as long as the cell
+        _touching.observers.add(self)
 
     def remove(self) -> None:
         """Call back no more."""
-        _tracking.observers.discard(self)
+        _touching.observers.discard(self)
         cell = self._cell()
         if cell is not None:
-            _tracking.let_go(cell, self)
+            _touching.let_go(cell, self)
 
     def _look(self, cell: nn.Cell) -> list[Node]:
         """Look at the tree as it stands now, and note who owns what."""
@@ -359,4 +359,4 @@ def warn_of_unused(cell: nn.Cell) -> None:
     warn(UnusedLayerWarning(message, layers, nbytes))
 
 
-_tracking.completion_listeners.append(warn_of_unused)
+_touching.completion_listeners.append(warn_of_unused)

@@ -12,7 +12,7 @@ import psutil
 from mindspore import Parameter, Tensor, nn
 
 import lazycell
-from lazycell import _deferral, _tracking
+from lazycell import _deferral, _touching
 
 
 def seed(value: int = 0) -> None:
@@ -55,7 +55,7 @@ def is_deferred(parameter: Parameter) -> bool:
 
 def touched(cell: nn.Cell) -> set[str]:
     """The names of the touched parameters below a cell, trainable or not."""
-    return {p.name for p in cell.get_parameters() if _tracking.is_touched(p)}
+    return {p.name for p in cell.get_parameters() if _touching.is_touched(p)}
 
 
 def both(make: Callable[[type[nn.Cell]], nn.Cell], value: int = 0) -> tuple[nn.Cell, nn.Cell]:

@@ -15,7 +15,7 @@ from helpers import assert_same_values, bits, both, deferred, is_deferred, names
 from mindspore import Parameter, Tensor, nn, ops
 
 import lazycell
-from lazycell import _tracking
+from lazycell import _touching, _tracking
 
 pytestmark = pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
 
@@ -157,7 +157,7 @@ class TestClass:
         class Builds(lazycell.LazyCell):
             def construct(self, x: Tensor) -> Tensor:
                 inner = Net()
-                assert all(map(is_deferred, _tracking.own_parameters(inner.a)))
+                assert all(map(is_deferred, _touching.own_parameters(inner.a)))
                 return inner(x)
 
         assert Builds()(X).shape == (1, 2)

@@ -22,7 +22,7 @@ from strategies import OwnInitializer
 import lazycell
 from lazycell import _deferral
 from lazycell import _mindspore as internals
-from lazycell._tracking import own_parameters
+from lazycell._touching import own_parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
 

@@ -13,7 +13,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 
 import lazycell
-from lazycell import _tracking
+from lazycell import _reading, _touching, _tracking
 
 pytestmark = pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
 
@@ -62,7 +62,7 @@ def make(base: type[nn.Cell]) -> nn.Cell:
 
 def used(net: nn.Cell) -> set[str]:
     """The touched parameters by the names they were built with: slices of a CellList rename theirs in PyNative."""
-    return {name for name, p in net.parameters_and_names() if _tracking.is_touched(p)}
+    return {name for name, p in net.parameters_and_names() if _touching.is_touched(p)}
 
 
 def dead(net: nn.Cell) -> set[str]:
@@ -409,7 +409,7 @@ def test_settled_classes_after_a_jitted_function() -> None:
     net = make(lazycell.LazyCell)
     run_in_function(net)
     assert not _tracking.is_watched(net) and not _tracking.is_watched(net.a)
-    assert type(net.a._params) is _tracking.Parameters
+    assert type(net.a._params) is _reading.Parameters
 
 
 def test_a_steady_call_runs_what_the_plain_one_runs() -> None:

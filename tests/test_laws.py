@@ -19,7 +19,7 @@ from mindspore import nn
 from strategies import Block, build, inputs, must_touch, plans
 
 import lazycell
-from lazycell import _deferral, _tracking
+from lazycell import _deferral, _touching, _tracking
 
 pytestmark = pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
 
@@ -222,7 +222,7 @@ def test_l9_never_wrong(plan: Block) -> None:
         eager, net = both(make)
     assert ["Refusing can't be watched"] == [str(entry.message)[:25] for entry in caught]
     assert not _deferral.is_deferred(net.part.weight)
-    assert _tracking.is_touched(net.part.weight)
+    assert _touching.is_touched(net.part.weight)
     assert bits(eager(inputs())) == bits(net(inputs()))
     assert_same_values(eager, net)
 
@@ -232,5 +232,5 @@ def test_l10_settled_classes(plan: Block, eager: nn.Cell, net: nn.Cell, random: 
     """Every cell that was called has its own class back; nothing of lazycell runs in its calls any more."""
     net(inputs())
     for _, cell in net.cells_and_names():
-        assert _tracking.state_of(cell).called != _tracking.is_watched(cell)
+        assert _touching.state_of(cell).called != _tracking.is_watched(cell)
     assert not _tracking.is_watched(net)

@@ -19,8 +19,8 @@ from lazycell import _cli, _demo
 
 PACKAGE = Path(lazycell.__file__).parent
 ORDER = (
-    "_errors", "_mindspore", "_deferral", "_tracking", "_construction", "_layers", "_registry", "_live", "_cell",
-    "_dry_run", "_demo", "_cli", "__main__",
+    "_errors", "_mindspore", "_deferral", "_touching", "_reading", "_tracking", "_construction", "_layers",
+    "_registry", "_live", "_cell", "_dry_run", "_demo", "_cli", "__main__",
 )  # fmt: skip
 
 

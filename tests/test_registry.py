@@ -14,7 +14,7 @@ from helpers import names, ones
 from mindspore import Tensor, nn
 
 import lazycell
-from lazycell import LayerState, _tracking
+from lazycell import LayerState, _touching
 
 X = ones(1, 3)
 
@@ -548,9 +548,9 @@ class TestTouchedParameters:
 def test_many_observers_do_not_pile_up(net: Net) -> None:
     """Lists that are gone are forgotten."""
     gc.collect()
-    before = len(_tracking.observers)
+    before = len(_touching.observers)
     for _ in range(50):
         net.trainable_params()
     gc.collect()
-    assert len(_tracking.observers) == before
+    assert len(_touching.observers) == before
     assert ms.get_context("mode") == ms.PYNATIVE_MODE

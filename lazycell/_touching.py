@@ -1,0 +1,219 @@
+"""What has been touched: the state of cells and parameters, and who is told of it.
+
+State belongs to each parameter and each cell, never to a root. That is what makes nesting, shared parameters and
+late additions come out right.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from mindspore import Parameter, nn
+
+from lazycell import _deferral
+
+KEY = "_lazycell_state"
+_KEPT = "_lazycell_kept"
+lock = threading.RLock()
+_order = itertools.count()
+
+
+class CellState:
+    """What lazycell knows about one cell.
+
+    Attributes:
+        where: The user's line at which the cell was assigned to its parent.
+        order: A number that grows with the time of the first use; None before it.
+        called: Whether the cell has been invoked.
+        completed: Whether an invocation has returned.
+        resolved: Whether a compilation that is still under way has come across the cell.
+        optional: Whether its author declared that it may stay unused.
+    """
+
+    def __init__(self, cell: nn.Cell) -> None:
+        self.cell = weakref.ref(cell)
+        self.where: str | None = None
+        self.optional = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Return to the state before any use."""
+        self.order: int | None = None
+        self.called = False
+        self.completed = False
+        self.resolved = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CellState:
+        copied = CellState.__new__(CellState)
+        memo[id(self)] = copied
+        copied.__dict__.update(self.__dict__)
+        twin = memo.get(id(self.cell()))  # copy.deepcopy() notes a new object before it copies its parts
+        copied.cell = self.cell if twin is None else weakref.ref(twin)
+        return copied
+
+
+def state_of(cell: nn.Cell) -> CellState | None:
+    """The state of a tracked cell, or None for a cell that lazycell doesn't track."""
+    state: CellState | None = cell.__dict__.get(KEY)
+    return state
+
+
+# ---------------------------------------------------------------------------------------------
+# Events
+
+
+class Observer(Protocol):
+    """Someone to tell of first uses; held weakly."""
+
+    def parameter_touched(self, parameter: Parameter) -> None: ...
+
+    def cell_used(self, cell: nn.Cell) -> None: ...
+
+    def touches_forgotten(self, cell: nn.Cell) -> None: ...
+
+
+class _Kept(set[Any]):
+    """Objects that live as long as a cell; copies of the cell don't share them."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
+        return _Kept()
+
+
+def keep(cell: nn.Cell, thing: object) -> None:
+    """Let an object live as long as a cell."""
+    cell.__dict__.setdefault(_KEPT, _Kept()).add(thing)
+
+
+def let_go(cell: nn.Cell, thing: object) -> None:
+    """Undo `keep`."""
+    cell.__dict__.get(_KEPT, _Kept()).discard(thing)
+
+
+observers: weakref.WeakSet[Observer] = weakref.WeakSet()
+completion_listeners: list[Callable[[nn.Cell], None]] = []
+
+
+class Structure:
+    """Counts changes to any tracked cell's children or parameters, for those who cache a view of them."""
+
+    version = 0
+
+
+def touch_order(parameter: Parameter) -> int | None:
+    """A number that grows with the time of a parameter's first touch; None before it."""
+    return getattr(parameter, "_lazycell_touched", None)
+
+
+def is_touched(parameter: Parameter) -> bool:
+    """Whether a parameter has taken part in a forward pass."""
+    return touch_order(parameter) is not None
+
+
+def tell(event: str, subject: Any) -> None:
+    """Tell all observers, also when one of them fails; the first failure comes out."""
+    errors = []
+    for observer in list(observers):
+        try:
+            getattr(observer, event)(subject)
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+class _Postponed(threading.local):
+    parameters: list[Parameter] | None = None
+
+
+_postponed = _Postponed()
+
+
+@contextmanager
+def storage_postponed() -> Iterator[None]:
+    """What this thread touches inside gets its storage at the end, also after an exception."""
+    touched = _postponed.parameters = []
+    try:
+        with _deferral.no_storage():
+            yield
+    finally:
+        _postponed.parameters = None
+        for parameter in touched:
+            _deferral.materialize(parameter)
+
+
+def touch(parameter: Parameter) -> None:
+    """Note that a parameter takes part in a forward pass, and give it its storage."""
+    with lock:
+        if not is_touched(parameter):
+            if _postponed.parameters is None:
+                _deferral.materialize(parameter)
+            else:
+                _postponed.parameters.append(parameter)
+            parameter._lazycell_touched = next(_order)
+            tell("parameter_touched", parameter)
+
+
+def use(state: CellState) -> None:
+    with lock:
+        if state.order is None:
+            state.order = next(_order)
+            cell = state.cell()
+            if cell is not None:
+                tell("cell_used", cell)
+
+
+def complete(cell: nn.Cell, outermost: bool) -> None:
+    """Note that an invocation of a tracked cell has returned; if it was the outermost one, it is reported."""
+    state = state_of(cell)
+    if state is not None:
+        state.completed = True
+    if outermost:
+        for listener in completion_listeners:
+            listener(cell)
+
+
+# ---------------------------------------------------------------------------------------------
+# Trees
+
+
+def own_parameters(cell: nn.Cell) -> list[Parameter]:
+    """The direct parameters of a cell, without reading them."""
+    return [parameter for parameter in OrderedDict.values(cell._params) if parameter is not None]
+
+
+def own_children(cell: nn.Cell) -> list[tuple[str, nn.Cell]]:
+    """The direct children of a cell, by name."""
+    return [(name, child) for name, child in OrderedDict.items(cell._cells) if child is not None]
+
+
+def subtree(*cells: nn.Cell) -> Iterator[nn.Cell]:
+    """Cells and all below them, each once, parents first, in MindSpore's own order."""
+    seen: set[int] = set()
+    stack = list(reversed(cells))
+    while stack:
+        current = stack.pop()
+        if id(current) not in seen:
+            seen.add(id(current))
+            yield current
+            stack.extend(child for _, child in reversed(own_children(current)))
+
+
+def hidden_parameters(cell: nn.Cell) -> list[Parameter]:
+    """The parameters that a cell keeps where a read can't be seen: in tuples, lists, dicts, plain attributes."""
+    found: dict[int, Parameter] = {}
+    stack: list[Any] = [value for key, value in cell.__dict__.items() if key not in ("_params", "_cells")]
+    seen: set[int] = set()
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Parameter):
+            found[id(value)] = value
+        elif isinstance(value, (list, tuple, dict, set)) and id(value) not in seen:
+            seen.add(id(value))
+            stack.extend(value.values() if isinstance(value, dict) else value)
+    return list(found.values())
