@@ -36,8 +36,9 @@ _current = _Construction()
 
 
 def _on_cell(cell: nn.Cell) -> None:
-    _tracking.begin(cell)
-    _current.cells.append(cell)
+    if not internals.is_helper(cell):
+        _tracking.begin(cell)
+        _current.cells.append(cell)
 
 
 def _on_parameter(parameter: Parameter) -> None:

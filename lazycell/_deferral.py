@@ -61,6 +61,7 @@ class _Deferred:
         with _lock:
             parameter = cast(Parameter, self)
             if is_deferred(parameter):
+                _refuse_if_postponed(parameter)
                 internals.assign_storage(self._lazycell_native, parameter, value)
                 _become_native(parameter)
                 return parameter
@@ -69,6 +70,7 @@ class _Deferred:
     def set_data(self, data: Any, slice_shape: bool = False) -> Parameter:
         """Take values, or another initializer, which is then drawn at this point of the random stream."""
         parameter = cast(Parameter, self)
+        _refuse_if_postponed(parameter)
         if _is_initializer_for(data, parameter):
             if internals.record_draw(data):
                 internals.set_initializer(parameter, data)
@@ -141,6 +143,11 @@ def no_storage() -> Iterator[None]:
         _postponed.active = before
 
 
+def _refuse_if_postponed(parameter: Parameter) -> None:
+    if _postponed.active:
+        raise LazyCellError(f"the values of {parameter.name} are needed where only shapes are computed.")
+
+
 def materialize(parameter: Parameter) -> None:
     """Give a parameter its storage and its initial values; the object stays the same.
 
@@ -150,8 +157,7 @@ def materialize(parameter: Parameter) -> None:
     """
     with _lock:
         if is_deferred(parameter):
-            if _postponed.active:
-                raise LazyCellError(f"the values of {parameter.name} are needed where only shapes are computed.")
+            _refuse_if_postponed(parameter)
             # The class goes back last, so that no other thread can meet a native class without values.
             internals.fill_storage(type(parameter)._lazycell_native, parameter)
             _become_native(parameter)

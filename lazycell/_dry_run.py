@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,9 +19,11 @@ from mindspore import Tensor, nn
 from lazycell import _deferral
 from lazycell import _mindspore as internals
 from lazycell import _touching
+from lazycell._errors import LazyCellError
 from lazycell._registry import require_tracked
 
 _log = logging.getLogger("lazycell")
+_lock = threading.RLock()  # modes, streams and devices are the process's, not the thread's
 
 
 @dataclass(frozen=True)
@@ -93,20 +96,28 @@ def dry_run(cell: nn.Cell, *inputs: Any, **kwargs: Any) -> Any:
     if not inputs and not kwargs:
         inputs = tuple(cell.get_inputs() or ())
 
-    with _undisturbed(cell):
+    with _lock, _undisturbed(cell):
         if internals.HAS_META:
             try:
-                return _run_on_shapes(cell, inputs, kwargs)
+                with _attributes_kept(cell):
+                    return _run_on_shapes(cell, inputs, kwargs)
             except Exception as error:
                 name = type(cell).__name__
                 _log.debug("dry_run: shapes alone don't go through %s (%r); it runs on zeros", name, error)
-        return _run_on_zeros(cell, inputs, kwargs)
+        with _attributes_kept(cell):
+            return _run_on_zeros(cell, inputs, kwargs)
 
 
 def _run_on_shapes(cell: nn.Cell, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Views of a tensor that isn't on the meta device crash the process there, so all that can be found go.
-    tensors = tensors_within([cell])
-    with _touching.storage_postponed(), internals.moved_to_meta(tensors), internals.on_meta():
+    # Views of a tensor that isn't on the meta device crash the process there, so all that can be reached must go.
+    tensors, _, opaque = within([cell])
+    if opaque:
+        raise LazyCellError(f"{opaque[0]!r} remembers results, which would not be those of a real call.")
+    with ExitStack() as stack:
+        stack.enter_context(_touching.storage_postponed())
+        stack.enter_context(internals.moved_to_meta(tensors))
+        stack.enter_context(internals.on_meta())
+        stack.enter_context(internals.items_guarded())
         args, named = _replace_tensors((inputs, kwargs), lambda value: _zeros(_spec_of(value)))
         return _replace_tensors(cell(*args, **named), _spec_of)
 
@@ -176,15 +187,52 @@ def _values_kept(cell: nn.Cell) -> Iterator[None]:
             internals.set_buffer(current, name, value)
 
 
+@contextmanager
+def _attributes_kept(cell: nn.Cell) -> Iterator[None]:
+    """Put back what a forward pass leaves in attributes and containers: caches, running state, counters."""
+    _, containers, _ = within([cell])
+    before = [(container, copy.copy(container)) for container in containers]
+    try:
+        yield
+    finally:
+        for container, kept in before:
+            if isinstance(container, list):
+                container[:] = kept
+            elif isinstance(container, set):
+                container.clear()
+                container.update(kept)
+            else:
+                _put_back(container, kept)
+
+
+def _put_back(container: dict[Any, Any], kept: dict[Any, Any]) -> None:
+    """Undo changes of a dict's entries, except of those that MindSpore and lazycell keep for themselves."""
+    for key in [*container]:
+        private = isinstance(key, str) and key.startswith("_")
+        if container[key] is not kept.get(key) and (not private or isinstance(container[key], Tensor)):
+            if key in kept:
+                container[key] = kept[key]
+            else:
+                del container[key]
+    container.update({key: value for key, value in kept.items() if key not in container})
+
+
 # ---------------------------------------------------------------------------------------------
 # What a forward pass can reach
 
 _LIBRARIES = ("mindspore", "numpy", "lazycell", "builtins")
 
 
-def tensors_within(roots: list[Any]) -> list[Tensor]:
-    """The tensors that cells hold, at any depth, and those that their functions name in closures and globals."""
-    found: list[Tensor] = []
+def within(roots: list[Any]) -> tuple[list[Tensor], list[Any], list[Any]]:
+    """What cells hold, at any depth, and what their functions name in closures, globals, classes and modules.
+
+    Returns:
+        The tensors; the lists, sets and dicts (those of attributes too) that a forward pass may change; and the
+        functions that remember results where they can't be seen.
+    """
+    opaque: list[Any] = []
+    tensors: list[Tensor] = []
+    containers: list[Any] = []
     seen: dict[int, Any] = {}  # holds what it has seen, so that no id comes to mean another object
     waiting = list(roots)
     while waiting:
@@ -193,29 +241,43 @@ def tensors_within(roots: list[Any]) -> list[Tensor]:
             continue
         seen[id(value)] = value
         if isinstance(value, Tensor):
-            found.append(value)
-        else:
-            waiting.extend(_referred_to(value))
-    return found
+            tensors.append(value)
+            continue
+        if type(value) in (list, set, dict):
+            containers.append(value)
+        elif hasattr(type(value), "cache_info"):
+            opaque.append(value)
+        waiting.extend(_referred_to(value))
+    return tensors, containers, opaque
 
 
 def _referred_to(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
-        return value.values()
+        return list(value.values())
     if isinstance(value, (list, tuple, set, frozenset)):
-        return value
+        return list(value)
     if isinstance(value, MethodType):
         return (value.__self__, value.__func__)
     if isinstance(value, FunctionType):
         return _named_by(value)
     if isinstance(value, functools.partial):
         return (value.func, value.args, value.keywords)
-    if isinstance(value, (ModuleType, type)) or not hasattr(value, "__dict__"):
+    if isinstance(value, property):
+        return (value.fget, value.fset)
+    if isinstance(value, (staticmethod, classmethod)):
+        return (value.__func__,)
+    if isinstance(value, type):
+        return () if _is_library(value) else tuple(vars(value).values())
+    if isinstance(value, ModuleType) or (_is_library(type(value)) and not isinstance(value, nn.Cell)):
         return ()
-    if _is_library(type(value)) and not isinstance(value, nn.Cell):
-        return ()
-    functions = [dict(vars(kind)) for kind in type(value).__mro__ if not _is_library(kind)]
-    return (vars(value), *functions)
+    kinds = [kind for kind in type(value).__mro__ if not _is_library(kind)]
+    slots = [name for kind in kinds for name in _slots(kind)]
+    return (getattr(value, "__dict__", None), *kinds, *(getattr(value, name, None) for name in slots))
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _named_by(function: FunctionType) -> list[Any]:
@@ -229,8 +291,11 @@ def _named_by(function: FunctionType) -> list[Any]:
         codes.extend(constant for constant in code.co_consts if isinstance(constant, CodeType))
         named = [function.__globals__[name] for name in code.co_names if name in function.__globals__]
         modules = [module for module in named if isinstance(module, ModuleType) and not _is_library(module)]
+        for module in modules:  # and modules within modules, as in package.module.CONSTANT
+            inside = [vars(module)[name] for name in code.co_names if name in vars(module)]
+            modules.extend(m for m in inside if isinstance(m, ModuleType) and not _is_library(m) and m not in modules)
+            named += inside
         found += named
-        found += [vars(module)[name] for module in modules for name in code.co_names if name in vars(module)]
     return found
 
 

@@ -9,7 +9,6 @@ from enum import Enum
 from mindspore import Parameter, nn
 
 from lazycell import _deferral
-from lazycell import _mindspore as internals
 from lazycell._touching import CellState, own_children, own_parameters, state_of, touch_order
 
 _UNKNOWN = float("inf")  # used, but nobody knows when
@@ -91,8 +90,7 @@ def tree(cell: nn.Cell) -> list[Node]:
             seen.update(fresh)
             node = nodes[id(current)] = Node(name, current, state_of(current), list(fresh.values()))
             prefix = name + "." if name else ""
-            children = [pair for pair in own_children(current) if not internals.is_bookkeeping(pair[0])]
-            stack.extend((prefix + key, child, node) for key, child in reversed(children))
+            stack.extend((prefix + key, child, node) for key, child in reversed(own_children(current)))
         if parent is not None:
             node.parents.append(parent)
             parent.children.append(node)

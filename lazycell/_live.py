@@ -20,6 +20,10 @@ or incomplete. Call the net or a gradient function over it once, or lazycell.dry
 you build an optimizer or a graph from the list. To count or to freeze parameters, use get_parameters(), \
 which lists all of them."""
 
+_GROWN = """\
+{parameter} is touched for the first time now, but a compiled function holds the touched parameters of {name} as they \
+were before: its gradients will not match the list any more. Build the gradient function anew."""
+
 _BUILT_IN = """\
 a function was compiled with the touched parameters of {name} as they were before it ran ({before} of them; now there \
 are {after}), so its gradients would not match them. Call it again, and it is compiled with the list as it is now; \
@@ -40,6 +44,7 @@ class TouchedParameters(list[Parameter]):
         super().__init__()
         self._cell = cell
         self._recurse = recurse
+        self._is_in_graph = False
         self._look()
         _touching.observers.add(self)  # weakly: a list that is dropped is forgotten
 
@@ -72,6 +77,10 @@ class TouchedParameters(list[Parameter]):
             if not place or self._ranks[place - 1] != rank:
                 self._ranks.insert(place, rank)
                 self.insert(place, parameter)
+                if self._is_in_graph:
+                    self._is_in_graph = False  # said once
+                    names = {"parameter": parameter.name, "name": type(self._cell).__name__}
+                    warn(UntouchedWarning(_GROWN.format(**names)))
 
     def cell_used(self, cell: nn.Cell) -> None:
         """Part of the observer's interface; only parameters matter here."""
@@ -104,8 +113,10 @@ class TouchedParameters(list[Parameter]):
     def graph_finished(self) -> None:
         """Refuse a graph that was built with another list than this is now."""
         if list(map(id, self._built_in)) != list(map(id, self[:])):
+            self._is_in_graph = False
             sizes = {"before": len(self._built_in), "after": super().__len__()}
             raise UntouchedError(_BUILT_IN.format(name=type(self._cell).__name__, **sizes))
+        self._is_in_graph = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return list, (self[:],)

@@ -178,6 +178,13 @@ def finished_graph(frame: FrameType | None) -> tuple[nn.Cell, list[Parameter]] |
     return compiling.f_locals["obj"], list(graphs.get_params(compiling.f_locals["phase"]).values())
 
 
+def forget_graph(frame: FrameType | None) -> None:
+    """Let the cell whose compilation `finished_graph` has told of be compiled anew at its next call."""
+    if frame is not None and frame.f_back is not None:
+        compiling = frame.f_back.f_locals
+        compiling["obj"].compile_cache.discard(compiling["phase"])
+
+
 def when_function_is_compiled(finished: Callable[[list[Any], list[Parameter]], None]) -> list[Any]:
     """Ask for a call once the function that this thread is compiling is compiled, before its graph first runs.
 
@@ -242,6 +249,11 @@ def listed_by_user(frame: FrameType | None) -> bool:
 def parser_asks(frame: FrameType | None) -> bool:
     """Whether a frame belongs to MindSpore's graph parser, which must see a cell's real methods."""
     return frame is None or _is_compiling(frame) or _module(frame).startswith(_PARSER_MODULES)
+
+
+def is_helper(cell: nn.Cell) -> bool:
+    """Whether a cell is one that ``recompute()`` makes; it refers to the parameters of the cell it belongs to."""
+    return type(cell).__module__ == "mindspore.common.recompute"
 
 
 def is_bookkeeping(child_name: str) -> bool:
@@ -436,6 +448,40 @@ _HOOKS = ("_lazy_forward_pre_hook", "_lazy_forward_hook", "_lazy_backward_pre_ho
 def on_meta() -> AbstractContextManager[Any]:
     """A context in which operators compute shapes only."""
     return cast(AbstractContextManager[Any], mindspore.DeviceCtx("meta"))
+
+
+class _OnMeta(threading.local):
+    active = False
+
+
+_on_meta = _OnMeta()
+
+
+@contextmanager
+def items_guarded() -> Iterator[None]:
+    """Refuse to assign items, and to take items of tensors with values: both crash the process on the meta device."""
+    set_item, get_item = Tensor.__setitem__, Tensor.__getitem__
+
+    def __setitem__(self: Tensor, index: Any, value: Any) -> Any:
+        if _on_meta.active:
+            raise LazyCellError("items are assigned where only shapes are computed.")
+        return set_item(self, index, value)
+
+    def __getitem__(self: Tensor, index: Any) -> Any:
+        if _on_meta.active and not self.is_meta:
+            raise LazyCellError("a tensor with values is indexed where only shapes are computed.")
+        return get_item(self, index)
+
+    undo = [replace_attribute(Tensor, name, value) for name, value in (
+        ("__setitem__", __setitem__), ("__getitem__", __getitem__),
+    )]  # fmt: skip
+    _on_meta.active = True
+    try:
+        yield
+    finally:
+        _on_meta.active = False
+        while undo:
+            undo.pop()()
 
 
 @contextmanager
@@ -646,9 +692,9 @@ class ConstructionHooks:
                         self._undo.pop()()
 
     def _install(self) -> None:
-        self._replace(Parameter, "init_param", _InitParamFlag(self._deferring))
+        self._undo.append(replace_attribute(Parameter, "init_param", _InitParamFlag(self._deferring)))
         for owner in self._on:
-            self._replace(owner, "__init__", self._hooked_init(owner))
+            self._undo.append(replace_attribute(owner, "__init__", self._hooked_init(owner)))
 
     def _hooked_init(self, owner: type) -> Callable[..., None]:
         native, notify, deferring = owner.__init__, self._on[owner], self._deferring  # type: ignore[misc]
@@ -660,20 +706,22 @@ class ConstructionHooks:
 
         return __init__
 
-    def _replace(self, owner: type, name: str, value: object) -> None:
-        missing = object()
-        before = owner.__dict__.get(name, missing)
-        setattr(owner, name, value)
 
-        def undo() -> None:
-            if owner.__dict__.get(name) is not value:
-                return  # somebody replaced ours; what stands there now is theirs
-            if before is missing:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
+def replace_attribute(owner: type, name: str, value: object) -> Callable[[], None]:
+    """Set a class's attribute; the function returned puts back exactly what stood there, if anything did."""
+    missing = object()
+    before = owner.__dict__.get(name, missing)
+    setattr(owner, name, value)
 
-        self._undo.append(undo)
+    def undo() -> None:
+        if owner.__dict__.get(name) is not value:
+            return  # somebody replaced ours; what stands there now is theirs
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+    return undo
 
 
 # ---------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from lazycell._touching import (
     CellState,
     Structure,
     complete,
+    hold,
     is_touched,
     lock,
     own_parameters,
@@ -32,7 +33,7 @@ def _counts_as_use(owner: nn.Cell | None, parameter: Parameter | None = None) ->
     """Whether reading a parameter now is a use: it is in a forward pass of any kind, but one.
 
     While something is compiled, its parser reads more than the graph comes to hold; what the graph holds is known
-    once it is finished (`_graph_finished`). Parameters outside a compiled cell's tree are not seen there.
+    once it is finished (`graph_finished`). Parameters outside a compiled cell's tree are not seen there.
     """
     forward, compiled = internals.forward_running()
     if forward is internals.Forward.JIT:
@@ -129,7 +130,8 @@ def _listed(parameters: Parameters, frame: FrameType | None) -> None:
     finished = internals.finished_graph(frame)
     if finished is not None:
         cell, used = finished
-        _graph_finished([cell], used, reports=state_of(cell) is None)  # a tracked cell reports when its call returns
+        graph_finished([cell], used, reports=state_of(cell) is None)  # a tracked cell reports when its call returns
+        _tell_built_in(lambda: internals.forget_graph(frame))
     elif internals.listed_by_user(frame) and _counts_as_use(parameters.state.cell()):
         _touch_entries(parameters, list(parameters.pending))
 
@@ -163,20 +165,37 @@ class BuiltIn(Protocol):
     def graph_finished(self) -> None: ...
 
 
+_built_in: list[BuiltIn] = []
+
+
 def note_in_compilation(thing: BuiltIn) -> None:
-    """Have something told when the function that is being compiled is compiled, before its graph runs."""
-    if internals.forward_running()[0] is internals.Forward.JIT:
+    """Have something told when what is being compiled is compiled, before its graph runs."""
+    forward = internals.forward_running()[0]
+    if forward is internals.Forward.JIT:
         internals.when_function_is_compiled(function_compiled).append(thing)
+    elif forward is internals.Forward.GRAPH:
+        _built_in.append(thing)
+
+
+def _tell_built_in(forget: Callable[[], None]) -> None:
+    things = list(_built_in)
+    _built_in.clear()
+    try:
+        for thing in things:
+            thing.graph_finished()
+    except BaseException:
+        forget()
+        raise
 
 
 def function_compiled(noted: list[nn.Cell | BuiltIn], parameters: list[Parameter]) -> None:
-    _graph_finished([thing for thing in noted if isinstance(thing, nn.Cell)], parameters, reports=True)
+    graph_finished([thing for thing in noted if isinstance(thing, nn.Cell)], parameters, reports=True)
     for thing in noted:
         if not isinstance(thing, nn.Cell):
             thing.graph_finished()
 
 
-def _graph_finished(cells: list[nn.Cell], parameters: list[Parameter], reports: bool) -> None:
+def graph_finished(cells: list[nn.Cell], parameters: list[Parameter], reports: bool) -> None:
     """A cell, or a function that calls some, has been compiled; nothing has run yet.
 
     Args:
@@ -185,23 +204,38 @@ def _graph_finished(cells: list[nn.Cell], parameters: list[Parameter], reports: 
         reports: Whether the outermost tracked cells complete a forward pass by this.
     """
     outermost: list[nn.Cell] = []
+    tracked: list[CellState] = []
     inner: set[int] = set()
     with lock:
         for parameter in parameters:
             touch(parameter)
+            hold(parameter)
         for current in list(subtree(*cells)):
             state = state_of(current)
             if state is None:
                 continue
+            tracked.append(state)
             if id(current) not in inner:
                 inner.update(map(id, subtree(current)))
-                if state.resolved and not state.completed:
-                    outermost.append(current)
+                outermost.append(current)
             _forget_touched(current._params)
+        used = [state for state in tracked if state.resolved and state.order is not None]
+        fresh = [cell for cell in outermost if _is_fresh(cell)]
+        for cell in outermost:
+            begun = state_of(cell)
+            if begun is not None:
+                begun.hold(parameters, used)
+        for state in tracked:
             state.completed = state.completed or state.resolved
             state.resolved = False
-    for current in outermost if reports else ():
-        complete(current, outermost=True)
+    for cell in fresh if reports else ():
+        complete(cell, outermost=True)
+
+
+def _is_fresh(cell: nn.Cell) -> bool:
+    """Whether a compilation has come across a cell that had not completed a forward pass before."""
+    state = state_of(cell)
+    return state is not None and state.resolved and not state.completed
 
 
 def _forget_touched(parameters: Parameters) -> None:

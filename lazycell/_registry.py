@@ -340,7 +340,9 @@ def _describe(layer: LayerRecord) -> str:
 
 def warn_of_unused(cell: nn.Cell) -> None:
     """After the first completed forward pass of a cell, name the layers below it that it didn't use."""
-    unused = _topmost_unused(tree(cell)[0])
+    root = tree(cell)[0]
+    root.order = 0 if root.order is None else root.order  # it has just run
+    unused = _topmost_unused(root)
     if not unused:
         return
     layers = tuple(record(node, parameters=_below([node])) for node in unused)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from mindspore import Parameter, nn
 
 from lazycell import _deferral
+from lazycell import _mindspore as internals
 
 KEY = "_lazycell_state"
 _KEPT = "_lazycell_kept"
@@ -34,12 +35,15 @@ class CellState:
         completed: Whether an invocation has returned.
         resolved: Whether a compilation that is still under way has come across the cell.
         optional: Whether its author declared that it may stay unused.
+        graph_parameters, graph_states: What the graphs compiled of it hold: parameters, and cells without any.
     """
 
     def __init__(self, cell: nn.Cell) -> None:
         self.cell = weakref.ref(cell)
         self.where: str | None = None
         self.optional = False
+        self.graph_parameters: list[Parameter] = []
+        self.graph_states: list[CellState] = []
         self.forget()
 
     def forget(self) -> None:
@@ -49,10 +53,16 @@ class CellState:
         self.completed = False
         self.resolved = False
 
+    def hold(self, parameters: list[Parameter], states: list[CellState]) -> None:
+        """Note what a graph of this cell holds: it may run again without telling."""
+        known = {*map(id, self.graph_parameters), *map(id, self.graph_states)}
+        self.graph_parameters += [parameter for parameter in parameters if id(parameter) not in known]
+        self.graph_states += [state for state in states if id(state) not in known]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> CellState:
         copied = CellState.__new__(CellState)
         memo[id(self)] = copied
-        copied.__dict__.update(self.__dict__)
+        copied.__dict__.update(self.__dict__, graph_parameters=[], graph_states=[])  # a copy compiles its own graphs
         twin = memo.get(id(self.cell()))  # copy.deepcopy() notes a new object before it copies its parts
         copied.cell = self.cell if twin is None else weakref.ref(twin)
         return copied
@@ -113,6 +123,16 @@ def touch_order(parameter: Parameter) -> int | None:
 def is_touched(parameter: Parameter) -> bool:
     """Whether a parameter has taken part in a forward pass."""
     return touch_order(parameter) is not None
+
+
+def hold(parameter: Parameter) -> None:
+    """Note that a compiled graph may hold a parameter's storage: it must not be taken away any more."""
+    parameter._lazycell_held = True
+
+
+def is_held(parameter: Parameter) -> bool:
+    """Whether a compiled graph may hold a parameter's storage."""
+    return getattr(parameter, "_lazycell_held", False)
 
 
 def tell(event: str, subject: Any) -> None:
@@ -188,8 +208,9 @@ def own_parameters(cell: nn.Cell) -> list[Parameter]:
 
 
 def own_children(cell: nn.Cell) -> list[tuple[str, nn.Cell]]:
-    """The direct children of a cell, by name."""
-    return [(name, child) for name, child in OrderedDict.items(cell._cells) if child is not None]
+    """The direct children of a cell, by name, without helper cells of MindSpore's own."""
+    children = OrderedDict.items(cell._cells)
+    return [(name, child) for name, child in children if child is not None and not internals.is_bookkeeping(name)]
 
 
 def subtree(*cells: nn.Cell) -> Iterator[nn.Cell]:

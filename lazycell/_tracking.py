@@ -19,13 +19,15 @@ from mindspore import Parameter, nn
 from lazycell import _deferral
 from lazycell import _mindspore as internals
 from lazycell._errors import LazyCellWarning, user_location, warn
-from lazycell._reading import GRAPH, Parameters, WatchedParameters, function_compiled
+from lazycell._reading import GRAPH, Parameters, WatchedParameters, function_compiled, graph_finished
 from lazycell._touching import (
     KEY,
     CellState,
     Structure,
     complete,
     hidden_parameters,
+    hold,
+    is_held,
     is_touched,
     lock,
     own_parameters,
@@ -43,7 +45,7 @@ class Children(OrderedDict[str, Any]):
     def __setitem__(self, name: str, child: nn.Cell | None) -> None:
         super().__setitem__(name, child)
         Structure.version += 1
-        if child is not None:
+        if child is not None and not internals.is_bookkeeping(name):
             adopt(child)
             state = state_of(child)
             if state is not None and state.where is None:
@@ -94,6 +96,7 @@ def _use_untracked(cell: nn.Cell) -> None:
     use(state)
     for parameter in own_parameters(cell) + hidden_parameters(cell):
         touch(parameter)
+        hold(parameter)
 
 
 def watch(cell: nn.Cell) -> None:
@@ -217,6 +220,11 @@ def _run(cell: nn.Cell, method: Callable[..., Any], args: tuple[Any, ...], kwarg
             watch(cell)
         raise
     if entered:
+        state = begin(cell)
+        if state.resolved:  # nothing was compiled: a graph from before ran, which has told long ago what it holds
+            for used in state.graph_states:
+                use(used)
+            graph_finished([cell], state.graph_parameters, reports=False)
         complete(cell, outermost)
     return result
 
@@ -250,4 +258,4 @@ def reset(cell: nn.Cell) -> None:
 
 def can_be_released(parameter: Parameter) -> bool:
     """Whether a parameter has storage that nothing has needed so far."""
-    return not is_touched(parameter) and not _deferral.is_deferred(parameter)
+    return not (is_touched(parameter) or is_held(parameter) or _deferral.is_deferred(parameter))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 import subprocess
 import sys
 from collections import namedtuple
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 from helpers import assert_same_values, bits, both, deferred, names, ones, stream, touched
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common.initializer import initializer
 from strategies import Block, inputs, must_touch
 from test_laws import in_both_modes
 
@@ -200,6 +203,58 @@ class TestRestores:
         net(ones(1))
         assert net.count.asnumpy() == 1 and net.moved.asnumpy() == 1
 
+    def test_attributes_and_containers(self) -> None:
+        """Caches, running state and counters that construct keeps are as before, whichever way it ran."""
+
+        class Keeps(lazycell.LazyCell):
+            def __init__(self, needs_values: bool) -> None:
+                super().__init__()
+                self.a = nn.Dense(4, 4)
+                self.mask, self.state, self.calls = None, ops.zeros(4), 0
+                self.cache, self.features = {}, []
+                self.needs_values = needs_values
+
+            def construct(self, x):
+                if self.mask is None:
+                    self.mask = ops.ones(4) * 2
+                y = self.a(x) * self.mask
+                self.cache["y"] = y
+                self.features.append(y)
+                self.state = self.state * 0.9 + y.mean(0)
+                self.calls += 1
+                return y * float(y.sum().asnumpy()) if self.needs_values else y
+
+        for needs_values in (False, True):
+            net = Keeps(needs_values)
+            for _ in range(2):
+                lazycell.dry_run(net, lazycell.spec(2, 4))
+                assert (net.mask, net.calls, net.cache, net.features) == (None, 0, {}, [])
+                assert net.state.asnumpy().tolist() == [0.0] * 4
+            expected = net.a(ones(2, 4)) * 2
+            result = net(ones(2, 4))
+            assert result.shape == (2, 4) and net.calls == 1
+            assert bits(net.cache["y"]) == bits(net.features[0]) == bits(expected)
+
+    def test_parameters_that_construct_rebinds(self) -> None:
+        """``set_data`` and ``assign_value`` in construct leave the parameter as it was."""
+
+        class Rebinds(lazycell.LazyCell):
+            def __init__(self, method: str) -> None:
+                super().__init__()
+                self.a, self.method = nn.Dense(4, 4), method
+                self.w = Parameter(initializer("ones", (4,)), name="w", requires_grad=False)
+
+            def construct(self, x):
+                getattr(self.w, self.method)(self.w * 0.5)
+                return self.a(x) * self.w
+
+        for method in ("set_data", "assign_value"):
+            net = Rebinds(method)
+            lazycell.dry_run(net, lazycell.spec(2, 4))
+            assert net.w.asnumpy().tolist() == [1.0] * 4
+            net(ones(2, 4))
+            assert net.w.asnumpy().tolist() == [0.5] * 4
+
     def test_after_a_failure(self) -> None:
         """Mode and streams are back after an exception too."""
 
@@ -260,6 +315,72 @@ class TestTensorsOutside:
         _, gradients = ms.value_and_grad(lambda x: net(x).sum(), None, live)(ones(2, 4))
         nn.SGD(list(live), 1.0)(gradients)
         assert not np.array_equal(net.view.asnumpy(), np.ones(8)) and bits(net.view) == bits(net.weight.view(8))
+
+
+class Namespace:
+    """Constants in a class."""
+
+    TENSOR = ms.ops.ones((4, 4))
+
+
+class Slotted:
+    """A tensor in a slot."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self) -> None:
+        self.tensor = ops.ones((4, 4))
+
+
+@functools.lru_cache
+def remembered(size: int) -> Tensor:
+    """A result that is kept where nothing can see it."""
+    return Tensor(np.tril(np.ones((size, size), np.float32)))
+
+
+CRASHING = {
+    "an item is assigned": lambda self, x: x.__setitem__(0, 1.0),
+    "an item of a new tensor is assigned": lambda self, x: ops.zeros((2, 4)).__setitem__(0, 1.0),
+    "an item of a parameter is assigned": lambda self, x: self.w.__setitem__(0, 5.0),
+    "a constant of a class": lambda self, x: Namespace.TENSOR[:2].swapaxes(0, 1),
+    "a constant of a module in a module": lambda self, x: os.path.CONSTANT.swapaxes(0, 1),
+    "an object with slots": lambda self, x: self.slotted.tensor[0].expand_dims(0),
+    "a property": lambda self, x: self.constant[:2],
+    "a remembered result": lambda self, x: remembered(4)[:2].T,
+    "a tensor from somewhere": lambda self, x: globals()["SCALE"][:2],
+}
+
+
+@pytest.mark.parametrize("which", CRASHING)
+def test_what_would_crash_on_the_meta_device(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is moved there, or shapes are given up for zeros; nothing of it is changed."""
+    monkeypatch.setattr(os.path, "CONSTANT", ops.ones((4, 4)), raising=False)
+    remembered(4)
+    use = CRASHING[which]
+
+    class Model(lazycell.LazyCell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.dead = nn.Dense(4, 4), nn.Dense(4, 4)
+            self.w = Parameter(initializer("ones", (4,)), name="w", requires_grad=False)
+            self.slotted = Slotted()
+
+        @property
+        def constant(self) -> Tensor:
+            return SCALE.reshape(4, 2)
+
+        def construct(self, x):
+            y = self.a(x)
+            result = use(self, y)
+            return y if result is None else y + result.sum()
+
+    net = Model()
+    for _ in range(20):
+        assert lazycell.dry_run(net, lazycell.spec(2, 4)) == lazycell.spec(2, 4)
+    assert net.w.asnumpy().tolist() == [1.0] * 4 and net(ones(2, 4)).asnumpy().shape == (2, 4)
+    for tensor in (SCALE, Namespace.TENSOR, os.path.CONSTANT, net.slotted.tensor, remembered(4)):
+        assert np.isfinite((tensor + 1).asnumpy()).all()
+    assert "a.weight" in touched(net) and "dead.weight" in deferred(net)
 
 
 class TestFallback:

@@ -367,6 +367,55 @@ def test_parameters_that_no_cell_of_the_graph_holds() -> None:
     np.testing.assert_allclose(Elsewhere()(X).asnumpy(), np.broadcast_to(expected, (2, 4)), rtol=1e-6)
 
 
+@pytest.mark.parametrize("release", [False, True], ids=["reset", "reset and release"])
+@pytest.mark.parametrize("outer", [False, True], ids=["the net itself", "a cell around it"])
+def test_graphs_from_before_a_reset(release: bool, outer: bool) -> None:
+    """A graph that is still there runs with its values, and counts for the net that is called."""
+    net = make(lazycell.LazyCell)
+    ms.set_context(mode=ms.GRAPH_MODE)
+    run = Outer(net) if outer else net
+    before = bits(run(X))
+    lazycell.registry(net).reset()
+    if release:
+        assert lazycell.release(net) == 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", lazycell.LazyCellWarning)
+        assert bits(run(X)) == before
+    if not outer:  # nothing of the net is called when a graph around it runs again
+        assert touched(net) == TOUCHED and len(net.trainable_params()) == len(TOUCHED)
+        assert [[layer.name for layer in entry.message.layers] for entry in caught] == [UNUSED]
+    assert not TOUCHED & deferred(net)
+
+
+def test_a_parameter_that_is_touched_after_a_list_was_built_in() -> None:
+    """A compiled gradient function doesn't know it, and that is said."""
+
+    class Late(lazycell.LazyCell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.b, self.a = nn.Dense(4, 4), nn.Dense(4, 4)
+
+        def construct(self, x, late=False):
+            return self.b(x) if late else self.a(x)
+
+    net = Late()
+    net(X)
+    live = net.trainable_params()
+
+    def loss(x):
+        return net(x).sum()
+
+    gradient = ms.value_and_grad(loss, None, live)
+
+    @ms.jit
+    def step(x):
+        return gradient(x)
+
+    assert len(step(X)[1]) == 2
+    with pytest.warns(lazycell.UntouchedWarning, match="b.weight is touched for the first time now"):
+        net(X, True)
+
+
 def compilations(function) -> int:
     """How many graphs MindSpore compiles during a call."""
     try:

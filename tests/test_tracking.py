@@ -538,6 +538,27 @@ class TestOddCells:
         net.encode(X)
         assert names(live) == ["a.weight", "a.bias"]
 
+    def test_recomputed_blocks(self) -> None:
+        """Recomputing a block uses what the block uses, and no more."""
+
+        class Block(nn.Cell):
+            def __init__(self) -> None:
+                super().__init__()
+                self.live, self.dead = dense(), dense()
+
+            def construct(self, x: Tensor) -> Tensor:
+                return self.live(x)
+
+        def make() -> nn.Cell:
+            block = Block()
+            block.recompute()
+            return block
+
+        net = Net(lambda self, x: self.block(x), block=make)
+        for _ in range(2):
+            ms.value_and_grad(lambda x: net(x).sum(), None, net.trainable_params())(X)
+        assert touched(net) == {"block.live.weight", "block.live.bias"}
+
     def test_custom_bprop(self) -> None:
         """A cell with its own ``bprop`` gives its own gradient from the first call on."""
 
