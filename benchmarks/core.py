@@ -111,6 +111,7 @@ def scale() -> None:
                 "construction": seconds(lambda: made.append(Wide(layers))),
                 "first forward": seconds(lambda: made[0](x)),
                 "listing": seconds(lambda: made[0].trainable_params()),
+                "listing by plain MindSpore": seconds(lambda: nn.Cell.trainable_params(made[0])),
             }
             for name, value in times.items():
                 per_layer.setdefault((name, layers), []).append(value / layers)
