@@ -112,7 +112,8 @@ class TouchedParameters(list[Parameter]):
 
     def graph_finished(self) -> None:
         """Refuse a graph that was built with another list than this is now."""
-        if list(map(id, self._built_in)) != list(map(id, self[:])):
+        untouched = not any(is_touched(p) for p, _ in self._known)  # gradients of nothing leave a graph of nothing
+        if untouched or list(map(id, self._built_in)) != list(map(id, self[:])):
             self._is_in_graph = False
             sizes = {"before": len(self._built_in), "after": super().__len__()}
             raise UntouchedError(_BUILT_IN.format(name=type(self._cell).__name__, **sizes))

@@ -387,6 +387,28 @@ def test_graphs_from_before_a_reset(release: bool, outer: bool) -> None:
     assert not TOUCHED & deferred(net)
 
 
+def test_a_live_list_in_a_cell_that_is_compiled() -> None:
+    """Gradients of a list that nothing has filled are refused, each time, until the net has run."""
+
+    class Step(nn.Cell):
+        def __init__(self, net: nn.Cell, weights: list[Parameter]) -> None:
+            super().__init__(auto_prefix=False)
+            self.net, self.weights = net, weights
+            self.gradient = ops.GradOperation(get_by_list=True)
+
+        def construct(self, x):
+            return self.gradient(self.net, self.weights)(x)
+
+    net = make(lazycell.LazyCell)
+    ms.set_context(mode=ms.GRAPH_MODE)
+    step = Step(net, net.trainable_params())
+    for _ in range(2):
+        with pytest.raises(lazycell.UntouchedError, match="0 of them"):
+            step(X)
+    net(X)
+    assert len(step(X)) == len(net.trainable_params()) == 14
+
+
 def test_a_parameter_that_is_touched_after_a_list_was_built_in() -> None:
     """A compiled gradient function doesn't know it, and that is said."""
 
