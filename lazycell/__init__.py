@@ -3,8 +3,11 @@
 from lazycell._cell import LazyCell, materialize, optional, release, track
 from lazycell._dry_run import dry_run, spec
 from lazycell._errors import LazyCellError, LazyCellWarning, UntouchedError, UntouchedWarning, UnusedLayerWarning
+from lazycell._freezing import freeze, freeze_state, load_freeze_state, unfreeze
+from lazycell._gradient import grad, value_and_grad
 from lazycell._layers import LayerRecord, LayerState
 from lazycell._live import TouchedParameters, trainable_params
+from lazycell._optimizer import LazyOptimizer
 from lazycell._registry import LayerRegistry, registry
 
 __version__ = "0.1.0"
@@ -16,11 +19,16 @@ __all__ = [
     "LazyCell",
     "LazyCellError",
     "LazyCellWarning",
+    "LazyOptimizer",
     "TouchedParameters",
     "UntouchedError",
     "UntouchedWarning",
     "UnusedLayerWarning",
     "dry_run",
+    "freeze",
+    "freeze_state",
+    "grad",
+    "load_freeze_state",
     "materialize",
     "optional",
     "registry",
@@ -28,4 +36,6 @@ __all__ = [
     "spec",
     "track",
     "trainable_params",
+    "unfreeze",
+    "value_and_grad",
 ]

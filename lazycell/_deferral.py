@@ -21,7 +21,7 @@ import numpy as np
 from mindspore import Parameter, Tensor
 
 from lazycell import _mindspore as internals
-from lazycell._errors import LazyCellError
+from lazycell._errors import LazyCellError, LazyCellWarning, user_location, warn
 
 _lock = threading.RLock()
 _classes: dict[type, type] = {}
@@ -45,6 +45,8 @@ class _Deferred:
         if name == "data":
             read(cast(Parameter, self))
         object.__setattr__(self, name, value)
+        if name in _MISSPELT:
+            check_spelling(cast(Parameter, self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         init = copy.deepcopy(self.init_mode.init, memo)
@@ -169,6 +171,33 @@ def read(parameter: Parameter) -> None:
 
 
 on_read: Callable[[Parameter], None] = materialize  # _tracking puts its own here, which also touches
+
+
+# ---------------------------------------------------------------------------------------------
+# Spelling
+
+_MISSPELT = frozenset(
+    """
+    require_grad require_grads requires_grads required_grad requiregrad requiresgrad require_gradient require_gradients
+    requires_gradient requires_gradients
+    """.split()
+)
+_MISSPELT_TEXT = """\
+{name}.{attribute} was assigned, which MindSpore takes for an attribute of your own: it freezes nothing. The name is \
+requires_grad; or call lazycell.freeze()."""
+
+
+def check_spelling(parameter: Parameter) -> None:
+    """Warn of a misspelt ``requires_grad``, once for each parameter, and for each of the user's lines."""
+    for attribute in _MISSPELT.intersection(vars(parameter)):
+        if "_lazycell_misspelt" not in vars(parameter):
+            parameter._lazycell_misspelt = user_location(), attribute
+            if parameter._lazycell_misspelt not in _misspelt_lines:
+                _misspelt_lines.add(parameter._lazycell_misspelt)
+                warn(LazyCellWarning(_MISSPELT_TEXT.format(name=parameter.name, attribute=attribute)))
+
+
+_misspelt_lines: set[tuple[str | None, str]] = set()
 
 
 # ---------------------------------------------------------------------------------------------

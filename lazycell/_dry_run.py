@@ -96,36 +96,45 @@ def dry_run(cell: nn.Cell, *inputs: Any, **kwargs: Any) -> Any:
     if not inputs and not kwargs:
         inputs = tuple(cell.get_inputs() or ())
 
-    with _lock, _undisturbed(cell):
+    return touch_by(cell, inputs, kwargs)
+
+
+def touch_by(function: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a cell, or a function that calls some, for its touches alone; see `dry_run`."""
+    reachable = within([function])
+    with _lock, _undisturbed(reachable.cells):
         if internals.HAS_META:
             try:
-                with _attributes_kept(cell):
-                    return _run_on_shapes(cell, inputs, kwargs)
+                with _attributes_kept(reachable):
+                    return _run_on_shapes(function, reachable, inputs, kwargs)
             except Exception as error:
-                name = type(cell).__name__
+                name = getattr(function, "__name__", type(function).__name__)
                 _log.debug("dry_run: shapes alone don't go through %s (%r); it runs on zeros", name, error)
-        with _attributes_kept(cell):
-            return _run_on_zeros(cell, inputs, kwargs)
+        with _attributes_kept(reachable):
+            return _run_on_zeros(function, reachable.cells, inputs, kwargs)
 
 
-def _run_on_shapes(cell: nn.Cell, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_on_shapes(
+    function: Callable[..., Any], reachable: Reachable, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     # Views of a tensor that isn't on the meta device crash the process there, so all that can be reached must go.
-    tensors, _, opaque = within([cell])
-    if opaque:
-        raise LazyCellError(f"{opaque[0]!r} remembers results, which would not be those of a real call.")
+    if reachable.opaque:
+        raise LazyCellError(f"{reachable.opaque[0]!r} remembers results, which would not be those of a real call.")
     with ExitStack() as stack:
         stack.enter_context(_touching.storage_postponed())
-        stack.enter_context(internals.moved_to_meta(tensors))
+        stack.enter_context(internals.moved_to_meta(reachable.tensors))
         stack.enter_context(internals.on_meta())
         stack.enter_context(internals.items_guarded())
         args, named = _replace_tensors((inputs, kwargs), lambda value: _zeros(_spec_of(value)))
-        return _replace_tensors(cell(*args, **named), _spec_of)
+        return _replace_tensors(function(*args, **named), _spec_of)
 
 
-def _run_on_zeros(cell: nn.Cell, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with internals.no_gradients(), _values_kept(cell):
+def _run_on_zeros(
+    function: Callable[..., Any], cells: list[nn.Cell], inputs: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    with internals.no_gradients(), _values_kept(cells):
         args, named = _replace_tensors((inputs, kwargs), _with_values)
-        return _replace_tensors(cell(*args, **named), _spec_of)
+        return _replace_tensors(function(*args, **named), _spec_of)
 
 
 def _replace_tensors(value: Any, replace: Callable[[Any], Any]) -> Any:
@@ -159,21 +168,20 @@ def _with_values(value: Tensor | TensorSpec) -> Tensor:
 
 
 @contextmanager
-def _undisturbed(cell: nn.Cell) -> Iterator[None]:
+def _undisturbed(cells: list[nn.Cell]) -> Iterator[None]:
     """PyNative mode, silent hooks, and random streams that stand afterwards where they stood."""
     with ExitStack() as stack:
         stack.callback(mindspore.set_context, mode=mindspore.get_context("mode"))
         mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
         stack.callback(np.random.set_state, np.random.get_state())
         stack.callback(mindspore.set_rng_state, mindspore.get_rng_state())
-        stack.enter_context(internals.hooks_silenced(list(_touching.subtree(cell))))
+        stack.enter_context(internals.hooks_silenced(cells))
         yield
 
 
 @contextmanager
-def _values_kept(cell: nn.Cell) -> Iterator[None]:
+def _values_kept(cells: list[nn.Cell]) -> Iterator[None]:
     """Put back what a forward pass moves: moving statistics, counters, buffers."""
-    cells = list(_touching.subtree(cell))
     moving = {id(p): p for current in cells for p in _touching.own_parameters(current) if not p.requires_grad}
     before = [(parameter, copy.deepcopy(parameter)) for parameter in moving.values()]
     buffers = [(current, name, value.copy()) for current in cells for name, value in internals.buffers(current)]
@@ -188,10 +196,9 @@ def _values_kept(cell: nn.Cell) -> Iterator[None]:
 
 
 @contextmanager
-def _attributes_kept(cell: nn.Cell) -> Iterator[None]:
+def _attributes_kept(reachable: Reachable) -> Iterator[None]:
     """Put back what a forward pass leaves in attributes and containers: caches, running state, counters."""
-    _, containers, _ = within([cell])
-    before = [(container, copy.copy(container)) for container in containers]
+    before = [(container, copy.copy(container)) for container in reachable.containers]
     try:
         yield
     finally:
@@ -223,16 +230,26 @@ def _put_back(container: dict[Any, Any], kept: dict[Any, Any]) -> None:
 _LIBRARIES = ("mindspore", "numpy", "lazycell", "builtins")
 
 
-def within(roots: list[Any]) -> tuple[list[Tensor], list[Any], list[Any]]:
-    """What cells hold, at any depth, and what their functions name in closures, globals, classes and modules.
+@dataclass(frozen=True)
+class Reachable:
+    """What cells and functions hold, at any depth, in attributes, closures, globals, classes and modules.
 
-    Returns:
-        The tensors; the lists, sets and dicts (those of attributes too) that a forward pass may change; and the
-        functions that remember results where they can't be seen.
+    Attributes:
+        tensors: Tensors.
+        cells: Cells.
+        containers: The lists, sets and dicts (those of attributes too) that a forward pass may change.
+        opaque: The functions that remember results where they can't be seen.
     """
-    opaque: list[Any] = []
-    tensors: list[Tensor] = []
-    containers: list[Any] = []
+
+    tensors: list[Tensor]
+    cells: list[nn.Cell]
+    containers: list[Any]
+    opaque: list[Any]
+
+
+def within(roots: list[Any]) -> Reachable:
+    """What can be reached from cells and functions."""
+    found = Reachable([], [], [], [])
     seen: dict[int, Any] = {}  # holds what it has seen, so that no id comes to mean another object
     waiting = list(roots)
     while waiting:
@@ -241,14 +258,16 @@ def within(roots: list[Any]) -> tuple[list[Tensor], list[Any], list[Any]]:
             continue
         seen[id(value)] = value
         if isinstance(value, Tensor):
-            tensors.append(value)
+            found.tensors.append(value)
             continue
+        if isinstance(value, nn.Cell):
+            found.cells.append(value)
         if type(value) in (list, set, dict):
-            containers.append(value)
+            found.containers.append(value)
         elif hasattr(type(value), "cache_info"):
-            opaque.append(value)
+            found.opaque.append(value)
         waiting.extend(_referred_to(value))
-    return tensors, containers, opaque
+    return found
 
 
 def _referred_to(value: Any) -> Iterable[Any]:

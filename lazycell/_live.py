@@ -8,6 +8,7 @@ from typing import Any
 
 from mindspore import Parameter, nn
 
+from lazycell import _deferral
 from lazycell import _mindspore as internals
 from lazycell import _reading, _touching
 from lazycell._errors import UntouchedError, UntouchedWarning, warn
@@ -17,17 +18,13 @@ from lazycell._touching import Structure, is_touched, own_parameters, state_of
 _UNTOUCHED = """\
 the touched parameters of {name} were listed before any forward pass of it had completed, so the list is empty \
 or incomplete. Call the net or a gradient function over it once, or lazycell.dry_run(net, inputs), before \
-you build an optimizer or a graph from the list. To count or to freeze parameters, use get_parameters(), \
-which lists all of them."""
-
-_GROWN = """\
-{parameter} is touched for the first time now, but a compiled function holds the touched parameters of {name} as they \
-were before: its gradients will not match the list any more. Build the gradient function anew."""
+you build an optimizer or a graph from the list; or build the optimizer as lazycell.LazyOptimizer(nn.Adam, net, ...), \
+which waits for the first forward pass. To count parameters, use get_parameters(), which lists all of them; to freeze \
+them, lazycell.freeze()."""
 
 _BUILT_IN = """\
-a function was compiled with the touched parameters of {name} as they were before it ran ({before} of them; now there \
-are {after}), so its gradients would not match them. Call it again, and it is compiled with the list as it is now; \
-or call the net, or lazycell.dry_run(net, inputs), before."""
+a function was compiled with the touched parameters of {name} before anything had touched one, so it computes gradients \
+of nothing. Call the net, or lazycell.dry_run(net, inputs), and then the function again."""
 
 
 class TouchedParameters(list[Parameter]):
@@ -44,21 +41,33 @@ class TouchedParameters(list[Parameter]):
         super().__init__()
         self._cell = cell
         self._recurse = recurse
-        self._is_in_graph = False
+        self._watch()
+
+    def _watch(self) -> None:
+        """Fill the list, and keep it filled from now on."""
+        self._graphs: list[internals.Forget] = []  # compiled with the list as it is
         self._look()
         _touching.observers.add(self)  # weakly: a list that is dropped is forgotten
+
+    def _candidates(self) -> Iterator[tuple[Parameter, bool]]:
+        """All parameters that may come to be listed, in order, each with whether its use can be tracked."""
+        return _parameters(self._cell, self._recurse)
 
     def _look(self) -> None:
         """Look at the tree as it stands now."""
         self._version = Structure.version
-        self._known = list(_parameters(self._cell, self._recurse))  # held, so that no id comes to mean another
+        self._known = list(self._candidates())  # held, so that no id comes to mean another
         self._rank = {id(parameter): rank for rank, (parameter, _) in enumerate(self._known)}
+        for parameter, _ in self._known:
+            _deferral.check_spelling(parameter)
         self._fill()
 
     def _fill(self) -> None:
         """List what counts by now; freezing and unfreezing shows here."""
         counted = [p for p, tracked in self._known if (is_touched(p) or not tracked) and p.requires_grad]
         self._ranks = [self._rank[id(parameter)] for parameter in counted]
+        if list(map(id, counted)) != list(map(id, self[:])):
+            self._leave_graphs()
         self[:] = counted
 
     def refresh(self) -> None:
@@ -77,10 +86,7 @@ class TouchedParameters(list[Parameter]):
             if not place or self._ranks[place - 1] != rank:
                 self._ranks.insert(place, rank)
                 self.insert(place, parameter)
-                if self._is_in_graph:
-                    self._is_in_graph = False  # said once
-                    names = {"parameter": parameter.name, "name": type(self._cell).__name__}
-                    warn(UntouchedWarning(_GROWN.format(**names)))
+                self._leave_graphs()
 
     def cell_used(self, cell: nn.Cell) -> None:
         """Part of the observer's interface; only parameters matter here."""
@@ -89,35 +95,57 @@ class TouchedParameters(list[Parameter]):
         """Count anew; called when the touches below a cell were reset."""
         self.refresh()
 
+    def parameters_frozen(self, parameters: list[Parameter]) -> None:
+        """Count anew; called when parameters were frozen or unfrozen."""
+        self.refresh()
+
     def __len__(self) -> int:
         if self._version != Structure.version:
             self.refresh()
         return super().__len__()
 
     def __iter__(self) -> Iterator[Parameter]:
-        if not _has_completed(self._cell):
-            name = type(self._cell).__name__
+        if not self.has_completed():
+            name = self._name()
             if internals.in_graph_mode():
                 raise UntouchedError(_UNTOUCHED.format(name=name))
             warn(UntouchedWarning(_UNTOUCHED.format(name=name)))
         self.refresh()
         return iter(self[:])
 
+    def has_completed(self) -> bool:
+        """Whether it is known what is used: a forward pass has completed, of the cell or of something in it."""
+        return _has_completed(self._cell)
+
+    def _name(self) -> str:
+        return type(self._cell).__name__
+
+    # In graphs
+
     @property
     def __parameter_tuple__(self) -> None:
         """What MindSpore's compiler asks of a list that it is about to build into a graph."""
-        self._built_in = self[:]
-        _reading.note_in_compilation(self)
+        self.note_built_in()
         raise AttributeError("__parameter_tuple__")
 
-    def graph_finished(self) -> None:
-        """Refuse a graph that was built with another list than this is now."""
-        untouched = not any(is_touched(p) for p, _ in self._known)  # gradients of nothing leave a graph of nothing
-        if untouched or list(map(id, self._built_in)) != list(map(id, self[:])):
-            self._is_in_graph = False
-            sizes = {"before": len(self._built_in), "after": super().__len__()}
-            raise UntouchedError(_BUILT_IN.format(name=type(self._cell).__name__, **sizes))
-        self._is_in_graph = True
+    def note_built_in(self) -> None:
+        """Note that what is being compiled comes to hold the list as it is now."""
+        self.refresh()
+        self._built_in = self[:]
+        _reading.note_in_compilation(self)
+
+    def graph_finished(self, forget: internals.Forget) -> None:
+        """Have a graph compiled again that was built with another list than this is now."""
+        if not any(is_touched(p) or not tracked for p, tracked in self._known):  # gradients of nothing leave a graph of nothing
+            raise UntouchedError(_BUILT_IN.format(name=self._name()))
+        if list(map(id, self._built_in)) != list(map(id, self[:])):
+            raise internals.StaleGraph
+        self._graphs.append(forget)
+
+    def _leave_graphs(self) -> None:
+        """Have the graphs that hold the list as it was compiled anew at their next call."""
+        while self._graphs:
+            self._graphs.pop()()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return list, (self[:],)

@@ -7,7 +7,10 @@ between is told apart by looking for the feature, with the version in a comment.
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import importlib.util
+import operator
 import os
 import sys
 import threading
@@ -19,7 +22,7 @@ from typing import Any, cast
 
 import mindspore
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindspore.common import initializer as _initializers
 from mindspore.common.initializer import Initializer
 
@@ -171,29 +174,80 @@ def finished_graph(frame: FrameType | None) -> tuple[nn.Cell, list[Parameter]] |
     """
     if frame is None or frame.f_code.co_name != "init_parameters_data":
         return None
-    compiling = frame.f_back
+    compiling = _asked_by(frame)
     if compiling is None or not _is_compiling(compiling):
         return None
     graphs = compiling.f_locals["self"]._graph_executor
     return compiling.f_locals["obj"], list(graphs.get_params(compiling.f_locals["phase"]).values())
 
 
-def forget_graph(frame: FrameType | None) -> None:
-    """Let the cell whose compilation `finished_graph` has told of be compiled anew at its next call."""
-    if frame is not None and frame.f_back is not None:
-        compiling = frame.f_back.f_locals
-        compiling["obj"].compile_cache.discard(compiling["phase"])
+def _asked_by(frame: FrameType) -> FrameType | None:
+    """The frame that called another one, not counting lazycell's own."""
+    callers = _callers(frame.f_back)
+    return next((caller for caller in callers if not caller.f_code.co_filename.startswith(_PACKAGE)), None)
 
 
-def when_function_is_compiled(finished: Callable[[list[Any], list[Parameter]], None]) -> list[Any]:
+def when_cell_is_compiled(cell: nn.Cell, finished: Callable[[FrameType], None]) -> None:
+    """Ask for a call once a cell that is being compiled is compiled, with a frame for `finished_graph`."""
+    vars(cell)["init_parameters_data"] = functools.partial(init_parameters_data, cell, finished)
+
+
+def init_parameters_data(cell: nn.Cell, finished: Callable[[FrameType], None], *args: Any, **kwargs: Any) -> Any:
+    """What stands in, once, for the method of this name on a cell that is being compiled."""
+    vars(cell).pop("init_parameters_data", None)
+    finished(sys._getframe())
+    return cell.init_parameters_data(*args, **kwargs)
+
+
+Forget = Callable[[], None]  # lets what was compiled be compiled anew at its next call
+
+
+class StaleGraph(Exception):
+    """What has just been compiled holds something that has changed meanwhile; it has to be compiled again."""
+
+
+def _forgetting(cache: set[str], phase: str) -> Forget:
+    return lambda: cache.discard(phase)
+
+
+def settle_graph(frame: FrameType | None, finished: Callable[[Forget], None]) -> None:
+    """Have the cell whose compilation `finished_graph` has told of compiled again, until it isn't stale any more.
+
+    Args:
+        frame: The frame that `finished_graph` was asked about.
+        finished: Called after each compilation. `StaleGraph` asks for another one; after any other exception the
+            graph doesn't run, and the next call compiles the cell anew.
+    """
+    asking = None if frame is None else _asked_by(frame)
+    if asking is None:
+        return
+    compiling = asking.f_locals
+    phase, cell = compiling["phase"], compiling["obj"]
+    executor = compiling["self"]._graph_executor
+    forget = _forgetting(cell.compile_cache, phase)
+    while True:
+        try:
+            finished(forget)
+            return
+        except StaleGraph:
+            arguments = compiling["args"], compiling["kwargs"]
+            executor.generate_arguments_key(cell, *arguments, compiling["self"].enable_tuple_broaden)  # prepares them
+            executor.compile(cell, *arguments, phase, compiling["jit_config_dict"])
+        except BaseException:
+            forget()
+            raise
+
+
+def when_function_is_compiled(finished: Callable[[list[Any], list[Parameter], Forget], None]) -> list[Any]:
     """Ask for a call once the function that this thread is compiling is compiled, before its graph first runs.
 
     MindSpore tells nobody. But its executor goes on to build the graph's arguments, by a method that
     can be replaced on that one object, for that one time.
 
     Args:
-        finished: Called with the list that is returned here, and the parameters of the graph. If it raises, the
-            graph doesn't run, and the next call compiles the function anew.
+        finished: Called with the list that is returned here, the parameters of the graph, and what lets it be
+            forgotten. `StaleGraph` asks for another compilation; after any other exception the graph doesn't run,
+            and the next call compiles the function anew.
 
     Returns:
         A list to note things in; one for each compilation.
@@ -205,14 +259,23 @@ def when_function_is_compiled(finished: Callable[[list[Any], list[Parameter]], N
     native = executor._generate_run_args
 
     def _generate_run_args(*args: Any, **kwargs: Any) -> Any:
-        del executor._generate_run_args, executor._lazycell_noted
         caller = sys._getframe(1)
-        phase = caller.f_locals["phase"]
+        phase, arguments, named = (caller.f_locals[name] for name in ("phase", "args_list", "kwargs"))
+        forget = _forgetting(caller.f_globals["ms_compile_cache"], phase)
         try:
-            finished(noted, list(executor._graph_executor.get_params(phase).values()))
+            while "_lazycell_noted" in vars(executor):
+                things = vars(executor).pop("_lazycell_noted")
+                try:
+                    finished(things, list(executor._graph_executor.get_params(phase).values()), forget)
+                except StaleGraph:
+                    forget()
+                    executor.compile(executor.fn.__name__, *arguments, **named)
         except BaseException:
-            caller.f_globals["ms_compile_cache"].discard(phase)
+            forget()
             raise
+        finally:
+            del executor._generate_run_args
+            vars(executor).pop("_lazycell_noted", None)
         return native(*args, **kwargs)
 
     executor._generate_run_args = _generate_run_args
@@ -227,9 +290,10 @@ def must_be_filled(parameter: Parameter, frame: FrameType | None) -> bool:
     ``frame`` is the one that asks.
     """
     listing = frame.f_back if frame is not None else None
-    if listing is None or listing.f_code.co_name != "init_parameters_data" or listing.f_back is None:
+    if listing is None or listing.f_code.co_name != "init_parameters_data":
         return True
-    if not _module(listing.f_back).startswith("mindspore."):
+    asking = _asked_by(listing)
+    if asking is None or not _module(asking).startswith("mindspore."):
         return True
     finished = finished_graph(listing)
     return finished is not None and any(parameter is used for used in finished[1])
@@ -725,6 +789,171 @@ def replace_attribute(owner: type, name: str, value: object) -> Callable[[], Non
 
 
 # ---------------------------------------------------------------------------------------------
+# Gradients
+
+
+def gradient_running() -> bool:
+    """Whether this thread is inside a function that is being differentiated."""
+    return any(map(_is_recording, _callers(sys._getframe(1))))
+
+
+@contextmanager
+def recording_ended() -> Iterator[None]:
+    """Stop recording gradients if an exception comes out of a gradient function; MindSpore goes on with it."""
+    try:
+        yield
+    except BaseException:
+        if not gradient_running():
+            _api._pynative_executor.clear_res()
+            _api._pynative_executor.set_grad_flag(False)
+        raise
+
+
+def can_be_captured(tensor: Tensor) -> bool:
+    """Whether it makes no difference to gradients if a function takes a tensor from outside, not as an argument.
+
+    It does to parameters, to what another gradient function computed, and to what has hooks.
+    """
+    return not (isinstance(tensor, Parameter) or tensor.hooks()) and bool(tensor._is_leaf)
+
+
+_register_hook = Tensor.register_hook
+_unrecorded = threading.local()
+
+
+def _register_hook_anywhere(self: Tensor, hook: Callable[..., Any]) -> Any:
+    if getattr(_unrecorded, "active", False) and not self._requires_grad:
+        self._requires_grad = True  # MindSpore refuses otherwise; no gradient comes this way in either case
+    return _register_hook(self, hook)
+
+
+class _Hooks:
+    """Counts who needs `Tensor.register_hook` to be lenient."""
+
+    lock = threading.Lock()
+    users = 0
+    undo: Callable[[], None]
+
+
+@contextmanager
+def not_differentiated(tensors: list[Tensor]) -> Iterator[None]:
+    """Let tensors not be what gradients are computed for, inside.
+
+    A gradient function flags every tensor it is given, for good; the flag makes MindSpore record all that is computed
+    from the tensor, and keep the activations. Hooks on what isn't recorded are accepted, and not called, as before.
+    """
+    flagged = [tensor for tensor in tensors if tensor._requires_grad]
+    with _Hooks.lock:
+        _Hooks.users += 1
+        if _Hooks.users == 1:
+            _Hooks.undo = replace_attribute(Tensor, "register_hook", _register_hook_anywhere)
+    _unrecorded.active = True
+    try:
+        for tensor in flagged:
+            tensor._requires_grad = False
+        yield
+    finally:
+        for tensor in flagged:
+            tensor._requires_grad = True
+        _unrecorded.active = False
+        with _Hooks.lock:
+            _Hooks.users -= 1
+            if not _Hooks.users:
+                _Hooks.undo()
+
+
+class Reached:
+    """Which parameters a gradient arrives at, while MindSpore computes the gradients of a list of them.
+
+    MindSpore calls a parameter's hooks when its gradient has arrived, and at the end, in the order of the list, those of the
+    parameters that none has arrived at, with zeros. A parameter that nobody uses, first in the list, marks the border.
+    """
+
+    def __init__(self) -> None:
+        self.border = Parameter(Tensor(0.0, mindspore.float32), name="lazycell_border")
+        self._handles: list[Any] = []
+        self._called: list[int] = []
+
+    def watch(self, parameters: list[Parameter]) -> None:
+        """Begin; the gradients of these, after that of `border`, are about to be computed."""
+        self._parameters = parameters
+        for parameter in (self.border, *parameters):
+            self._handles.append(parameter.register_hook(self._noting(id(parameter))))
+
+    def _noting(self, key: int) -> Callable[[Tensor], Tensor]:
+        def note(gradient: Tensor) -> Tensor:  # MindSpore takes nothing but a function
+            self._called.append(key)
+            return gradient
+
+        return note
+
+    def end(self) -> list[bool]:
+        """Whether a gradient has arrived at each parameter."""
+        while self._handles:
+            self._handles.pop().remove()
+        border = id(self.border)
+        if border not in self._called:
+            return [True] * len(self._parameters)
+        arrived = set(self._called[: self._called.index(border)])
+        return [id(parameter) in arrived for parameter in self._parameters]
+
+
+# ---------------------------------------------------------------------------------------------
+# Freezing
+
+_STATISTICS = frozenset(("moving_mean", "moving_variance", "running_mean", "running_var"))
+_ADD_FLAGS = "add_flags_recursive"  # how set_train() reaches a cell
+
+
+def has_statistics(cell: nn.Cell) -> bool:
+    """Whether a cell keeps moving statistics, as batch normalization does."""
+    return not _STATISTICS.isdisjoint(cell._params) or not _STATISTICS.isdisjoint(cell._buffers)
+
+
+def _without_training(cell: nn.Cell, **flags: Any) -> nn.Cell:
+    vars(cell)["_lazycell_training"] = flags.pop("training", vars(cell)["_lazycell_training"])
+    return cast(nn.Cell, type(cell).add_flags_recursive(cell, **flags))
+
+
+def statistics_are_still(cell: nn.Cell) -> bool:
+    """Whether `hold_statistics` is in force."""
+    return _ADD_FLAGS in vars(cell)
+
+
+def hold_statistics(cell: nn.Cell) -> None:
+    """Let a cell use its moving statistics, and leave them as they are, also after ``set_train(True)``."""
+    if not statistics_are_still(cell):
+        vars(cell)["_lazycell_training"] = cell.training
+        cell.add_flags_recursive(training=False)
+        vars(cell)[_ADD_FLAGS] = functools.partial(_without_training, cell)  # copies of the cell get one of their own
+        if getattr(cell, "use_batch_statistics", None):
+            vars(cell)["_lazycell_batch"] = True
+            cell.use_batch_statistics = False
+
+
+def release_statistics(cell: nn.Cell) -> None:
+    """Undo `hold_statistics`: the cell trains if its net does."""
+    if statistics_are_still(cell):
+        del vars(cell)[_ADD_FLAGS]
+        cell.add_flags_recursive(training=vars(cell).pop("_lazycell_training"))
+        if vars(cell).pop("_lazycell_batch", False):
+            cell.use_batch_statistics = True
+
+
+def forget_graphs(cells: list[nn.Cell]) -> None:
+    """Have all graphs that these cells are in, and all jitted functions, compiled anew at their next call.
+
+    A graph belongs to the cell that was called, of which those inside know nothing: all live cells are looked at.
+    """
+    wanted = set(map(id, cells))
+    for thing in gc.get_objects():
+        if issubclass(type(thing), nn.Cell) and vars(thing).get("compile_cache"):
+            if not wanted.isdisjoint(id(cell) for _, cell in thing.cells_and_names()):
+                thing.compile_cache.clear()
+    _api.ms_compile_cache.clear()
+
+
+# ---------------------------------------------------------------------------------------------
 # Classes
 
 
@@ -739,3 +968,49 @@ def subclass_unseen(base: type, namespace: dict[str, Any]) -> type:
     made = type.__new__(type(base), base.__name__, (nn.Cell,), namespace)
     made.__bases__ = (base,)
     return made
+
+
+# ---------------------------------------------------------------------------------------------
+# Optimizers
+
+
+def parameters_held(cell: nn.Cell) -> list[Parameter]:
+    """The parameters that a cell and all below it hold, in whatever attribute."""
+    found: dict[int, Parameter] = {}
+
+    def note(parameter: Parameter) -> Parameter:
+        found[id(parameter)] = parameter
+        return parameter
+
+    _map_parameters(cell, note)
+    return list(found.values())
+
+
+def replace_parameters(cell: nn.Cell, table: dict[int, Parameter]) -> None:
+    """Let a cell and all below it hold other parameters; ``table`` gives them by the id of those to be replaced."""
+    _map_parameters(cell, lambda parameter: table.get(id(parameter), parameter))
+
+
+def _map_parameters(cell: nn.Cell, replace: Callable[[Parameter], Parameter]) -> None:
+    for _, current in cell.cells_and_names():
+        for name, parameter in list(current._params.items()):
+            if parameter is not None:
+                current._params[name] = replace(parameter)
+        for name, value in list(vars(current).items()):
+            if name not in ("_params", "_cells"):
+                vars(current)[name] = _mapped(value, replace)
+
+
+def _mapped(value: Any, replace: Callable[[Parameter], Parameter]) -> Any:
+    if isinstance(value, Parameter):
+        return replace(value)
+    if type(value) is dict:
+        value.update((key, _mapped(item, replace)) for key, item in list(value.items()))
+        return value
+    if type(value) is list:
+        value[:] = [_mapped(item, replace) for item in value]
+        return value
+    if type(value) in (tuple, ParameterTuple):
+        mapped = [_mapped(item, replace) for item in value]
+        return value if all(map(operator.is_, mapped, value)) else type(value)(mapped)
+    return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -18,8 +19,10 @@ from lazycell._touching import (
     Structure,
     complete,
     hold,
+    is_frozen,
     is_touched,
     lock,
+    mark_frozen,
     own_parameters,
     state_of,
     subtree,
@@ -98,6 +101,8 @@ class Parameters(OrderedDict[str, Any]):
             twin = copy.deepcopy(parameter, memo)
             if parameter is not None and is_touched(parameter):
                 twin._lazycell_touched = touch_order(parameter)
+            if parameter is not None and is_frozen(parameter):
+                mark_frozen(twin, True)
             copied[name] = twin
         return copied
 
@@ -127,11 +132,8 @@ def _listed(parameters: Parameters, frame: FrameType | None) -> None:
     """Someone goes through all parameters: a finished compilation, the user's construct, or mere bookkeeping."""
     if not parameters.pending:
         return
-    finished = internals.finished_graph(frame)
-    if finished is not None:
-        cell, used = finished
-        graph_finished([cell], used, reports=state_of(cell) is None)  # a tracked cell reports when its call returns
-        _tell_built_in(lambda: internals.forget_graph(frame))
+    if internals.finished_graph(frame) is not None:
+        _cell_compiled(frame)
     elif internals.listed_by_user(frame) and _counts_as_use(parameters.state.cell()):
         _touch_entries(parameters, list(parameters.pending))
 
@@ -162,7 +164,8 @@ GRAPH = ""  # an entry that no parameter has: it keeps a cell's parameters watch
 class BuiltIn(Protocol):
     """Something that a graph holds as it was when the graph was built."""
 
-    def graph_finished(self) -> None: ...
+    def graph_finished(self, forget: internals.Forget) -> None:
+        """Look at what was built; `StaleGraph` asks for another compilation, ``forget`` for one at the next call."""
 
 
 _built_in: list[BuiltIn] = []
@@ -170,29 +173,36 @@ _built_in: list[BuiltIn] = []
 
 def note_in_compilation(thing: BuiltIn) -> None:
     """Have something told when what is being compiled is compiled, before its graph runs."""
-    forward = internals.forward_running()[0]
+    forward, cell = internals.forward_running()
     if forward is internals.Forward.JIT:
         internals.when_function_is_compiled(function_compiled).append(thing)
-    elif forward is internals.Forward.GRAPH:
+    elif cell is not None:
         _built_in.append(thing)
+        internals.when_cell_is_compiled(cell, _cell_compiled)
 
 
-def _tell_built_in(forget: Callable[[], None]) -> None:
+def _cell_compiled(frame: FrameType | None) -> None:
+    internals.settle_graph(frame, functools.partial(_cell_finished, frame))
+
+
+def _cell_finished(frame: FrameType | None, forget: internals.Forget) -> None:
+    finished = internals.finished_graph(frame)
+    if finished is not None:
+        cell, used = finished
+        reports = state_of(cell) is None  # a tracked cell reports when its call returns
+        graph_finished([cell], used, reports)
     things = list(_built_in)
     _built_in.clear()
-    try:
-        for thing in things:
-            thing.graph_finished()
-    except BaseException:
-        forget()
-        raise
+    for thing in things:
+        thing.graph_finished(forget)
 
 
-def function_compiled(noted: list[nn.Cell | BuiltIn], parameters: list[Parameter]) -> None:
+def function_compiled(noted: list[nn.Cell | BuiltIn], parameters: list[Parameter], forget: internals.Forget) -> None:
+    """A function that calls tracked cells, or holds something built in, has been compiled; nothing has run yet."""
     graph_finished([thing for thing in noted if isinstance(thing, nn.Cell)], parameters, reports=True)
     for thing in noted:
         if not isinstance(thing, nn.Cell):
-            thing.graph_finished()
+            thing.graph_finished(forget)
 
 
 def graph_finished(cells: list[nn.Cell], parameters: list[Parameter], reports: bool) -> None:

@@ -220,6 +220,9 @@ class TouchHandle:
             self._told = {id(node.cell) for node in self._look(root) if node.order is not None}
             self._position = len(self._told - {id(root)})
 
+    def parameters_frozen(self, parameters: list[Parameter]) -> None:
+        """Part of the observer's interface; only touches matter here."""
+
     def _tell(self, used: list[Node]) -> None:
         """Call back for layers and for the containers above them, outermost first."""
         fresh: list[Node] = []

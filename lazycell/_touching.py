@@ -87,6 +87,8 @@ class Observer(Protocol):
 
     def touches_forgotten(self, cell: nn.Cell) -> None: ...
 
+    def parameters_frozen(self, parameters: list[Parameter]) -> None: ...
+
 
 class _Kept(set[Any]):
     """Objects that live as long as a cell; copies of the cell don't share them."""
@@ -133,6 +135,16 @@ def hold(parameter: Parameter) -> None:
 def is_held(parameter: Parameter) -> bool:
     """Whether a compiled graph may hold a parameter's storage."""
     return getattr(parameter, "_lazycell_held", False)
+
+
+def mark_frozen(parameter: Parameter, frozen: bool) -> None:
+    """Note that lazycell, not its author, made a parameter require no gradient; or take that back."""
+    parameter._lazycell_frozen = frozen
+
+
+def is_frozen(parameter: Parameter) -> bool:
+    """Whether a parameter requires no gradient because it was frozen, not because its author meant so."""
+    return getattr(parameter, "_lazycell_frozen", False) and not parameter.requires_grad
 
 
 def tell(event: str, subject: Any) -> None:

@@ -1,0 +1,303 @@
+"""Freeze and unfreeze: which parameters require a gradient, and which statistics move."""
+
+from __future__ import annotations
+
+import difflib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from mindspore import Parameter, nn
+
+from lazycell import _deferral
+from lazycell import _mindspore as internals
+from lazycell import _touching
+from lazycell._errors import LazyCellError
+from lazycell._registry import require_cell
+from lazycell._touching import is_frozen, mark_frozen, own_children, own_parameters, subtree
+
+_GRADIENT, _STATISTICS = "requires_grad.", "statistics."  # the keys of a freeze state start with one of these
+
+
+class _Chosen:
+    """What a call is about: parameters, each with whether it was named itself, and cells."""
+
+    def __init__(self) -> None:
+        self.parameters: dict[int, tuple[Parameter, bool]] = {}
+        self.cells: dict[int, nn.Cell] = {}
+
+    def add_parameter(self, parameter: Parameter, named: bool) -> None:
+        if id(parameter) not in self.parameters or named:
+            self.parameters[id(parameter)] = parameter, named
+
+    def add_cells(self, cells: Iterable[nn.Cell]) -> None:
+        for cell in cells:
+            self.cells[id(cell)] = cell
+            for parameter in own_parameters(cell) + _touching.hidden_parameters(cell):
+                self.add_parameter(parameter, named=False)
+
+
+def freeze(*targets: Any, before: nn.Cell | str | None = None, statistics: bool = False) -> int:
+    """Let parameters require no gradient: they stay as they are, and gradients cost what the rest needs.
+
+    Works on deferred parameters too, and takes effect at the next step in both modes. A frozen parameter leaves
+    ``trainable_params()`` and every `LazyOptimizer`; `value_and_grad` refuses to be given it.
+
+    Args:
+        targets: Cells, which are frozen with all below them; parameters; lists of these; and names, where ``*`` stands
+            for anything: ``freeze(net, "stem", "blocks.?.norm*", "*.bias")``. With names, a cell says where to look them up.
+            A name is that of a layer or of a parameter, from that cell on.
+        before: A cell, or its name: freeze what the given cells define before it. What it, or
+            anything after it, holds as well stays as it is.
+        statistics: Whether moving statistics of the layers are kept still as well: batch normalization then
+            uses them, also after ``set_train(True)``. Otherwise they move as MindSpore moves them.
+
+    Returns:
+        The number of parameters that changed.
+
+    Raises:
+        TypeError: A target is none of these, or nothing was given.
+        LazyCellError: A name matches nothing, there is no cell to look it up in, or ``before`` isn't in the cells.
+
+    Example:
+        >>> import lazycell
+        >>> from mindspore import nn
+        >>> net = nn.SequentialCell(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Dense(8, 2))
+        >>> lazycell.freeze(net, before=net[3], statistics=True)
+        3
+        >>> [p.name for p in net.trainable_params()]
+        ['3.weight', '3.bias']
+        >>> lazycell.unfreeze(net, "1.*")
+        2
+    """
+    chosen = _choose("freeze", targets, before)
+    changed = []
+    for parameter, _ in chosen.parameters.values():
+        _deferral.check_spelling(parameter)
+        if parameter.requires_grad:
+            parameter.requires_grad = False
+            mark_frozen(parameter, True)
+            changed.append(parameter)
+    if statistics:
+        _hold([cell for cell in chosen.cells.values() if internals.has_statistics(cell)], True)
+    _touching.tell("parameters_frozen", changed)
+    return len(changed)
+
+
+def unfreeze(*targets: Any, before: nn.Cell | str | None = None) -> int:
+    """Undo `freeze`: parameters require a gradient again, and statistics move again.
+
+    What its author made to require no gradient, such as moving statistics, stays so. A parameter that is given itself, or by
+    its own name, is unfrozen in any case.
+
+    Args:
+        targets: As for `freeze`.
+        before: As for `freeze`.
+
+    Returns:
+        The number of parameters that changed.
+
+    Raises:
+        TypeError: As for `freeze`.
+        LazyCellError: As for `freeze`.
+    """
+    chosen = _choose("unfreeze", targets, before)
+    changed = []
+    for parameter, named in chosen.parameters.values():
+        if not parameter.requires_grad and (named or is_frozen(parameter)):
+            parameter.requires_grad = True
+            mark_frozen(parameter, False)
+            changed.append(parameter)
+    _hold(list(chosen.cells.values()), False)
+    _touching.tell("parameters_frozen", changed)
+    return len(changed)
+
+
+def _hold(cells: list[nn.Cell], still: bool) -> None:
+    """Keep statistics still, or let them move; graphs that hold them otherwise are compiled anew."""
+    changed = [cell for cell in cells if internals.statistics_are_still(cell) != still]
+    for cell in changed:
+        (internals.hold_statistics if still else internals.release_statistics)(cell)
+    if changed:
+        internals.forget_graphs(changed)
+
+
+# ---------------------------------------------------------------------------------------------
+# What is meant
+
+
+def _flat(targets: Iterable[Any]) -> Iterator[Any]:
+    for target in targets:
+        if isinstance(target, Iterable) and not isinstance(target, (str, nn.Cell, Parameter)):
+            yield from _flat(target)
+        else:
+            yield target
+
+
+def _choose(function: str, given: tuple[Any, ...], before: nn.Cell | str | None) -> _Chosen:
+    targets = list(_flat(given))
+    cells = [target for target in targets if isinstance(target, nn.Cell)]
+    names = [target for target in targets if isinstance(target, str)]
+    for target in targets:
+        if not isinstance(target, (nn.Cell, Parameter, str)):
+            kind = type(target).__name__
+            raise TypeError(f"{function}() takes cells, parameters, names, and lists of these, but got a {kind}.")
+    if not given:
+        raise TypeError(f"{function}() takes cells, parameters or names, but got nothing.")
+    if (names or before is not None) and not cells:
+        raise LazyCellError(f"{function}() got a name or before=, and no cell to look it up in: give the net as well.")
+    chosen = _Chosen()
+    for target in targets:
+        if isinstance(target, Parameter):
+            chosen.add_parameter(target, named=True)
+    for name in names:
+        _choose_named(chosen, function, cells, name)
+    if before is not None:
+        _choose_before(chosen, function, cells, before)
+    elif not names:
+        chosen.add_cells(subtree(*cells))
+    return chosen
+
+
+def _named(cell: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
+    """A cell and all below it, by each of their names from that cell on."""
+    stack = [("", cell)]
+    while stack:
+        name, current = stack.pop()
+        yield name, current
+        prefix = name + "." if name else ""
+        stack.extend((prefix + key, child) for key, child in reversed(own_children(current)))
+
+
+def _named_parameters(name: str, cell: nn.Cell) -> Iterator[tuple[str, Parameter]]:
+    prefix = name + "." if name else ""
+    return ((prefix + key, parameter) for key, parameter in OrderedDict.items(cell._params) if parameter is not None)
+
+
+def _choose_named(chosen: _Chosen, function: str, cells: list[nn.Cell], pattern: str) -> None:
+    found = False
+    known = []
+    for name, cell in (pair for root in cells for pair in _named(root)):
+        if name and fnmatchcase(name, pattern):
+            found = True
+            chosen.add_cells(subtree(cell))
+        known.append(name)
+        for full, parameter in _named_parameters(name, cell):
+            if fnmatchcase(full, pattern) or fnmatchcase(parameter.name, pattern):
+                found = True
+                chosen.add_parameter(parameter, named=full == pattern or parameter.name == pattern)
+            known.append(full)
+    if not found:
+        close = difflib.get_close_matches(pattern, known, 3, 0.5)
+        hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+        where = " and ".join(type(cell).__name__ for cell in cells)
+        raise LazyCellError(f"{function}(): no layer and no parameter of {where} is named {pattern!r}.{hint}")
+
+
+def _choose_before(chosen: _Chosen, function: str, cells: list[nn.Cell], before: nn.Cell | str) -> None:
+    order = list(subtree(*cells))
+    if isinstance(before, str):
+        matching = [cell for root in cells for name, cell in _named(root) if name == before]
+    else:
+        matching = [cell for cell in order if cell is require_cell(before)]
+    if not matching:
+        name = before if isinstance(before, str) else type(before).__name__
+        where = " and ".join(type(cell).__name__ for cell in cells)
+        raise LazyCellError(f"{function}(): before={name!r} isn't a layer of {where}, so nothing comes before it.")
+    position = next(index for index, cell in enumerate(order) if cell is matching[0])
+    later = {id(p) for cell in order[position:] for p in own_parameters(cell)}
+    chosen.add_cells(order[:position])
+    for key in later & chosen.parameters.keys():
+        del chosen.parameters[key]
+
+
+# ---------------------------------------------------------------------------------------------
+# State
+
+
+def freeze_state(net: nn.Cell) -> dict[str, bool]:
+    """What of a net is frozen, to be saved with its checkpoint.
+
+    Args:
+        net: Any cell.
+
+    Returns:
+        ``{"requires_grad.head.weight": True, ..., "statistics.norm": False, ...}``: for each parameter whether it requires
+        a gradient, and for each layer with moving statistics whether they move. It goes into
+        ``mindspore.save_checkpoint(net, path, append_dict=lazycell.freeze_state(net))``.
+
+    Raises:
+        TypeError: ``net`` is no cell.
+
+    Example:
+        >>> import lazycell
+        >>> from mindspore import nn
+        >>> net = nn.SequentialCell(nn.Dense(3, 2, has_bias=False), nn.Dense(2, 1, has_bias=False))
+        >>> lazycell.freeze(net[0])
+        1
+        >>> lazycell.freeze_state(net)
+        {'requires_grad.0.weight': False, 'requires_grad.1.weight': True}
+    """
+    parameters, moving = _by_name(net)
+    state = {_GRADIENT + name: parameter.requires_grad for name, parameter in parameters.items()}
+    for name, cell in moving.items():
+        state[_STATISTICS + name] = not internals.statistics_are_still(cell)
+    return state
+
+
+def load_freeze_state(net: nn.Cell, state: dict[str, Any]) -> None:
+    """Freeze a net as it was when `freeze_state` was asked.
+
+    Args:
+        net: A net of the same structure.
+        state: What `freeze_state` returned, or a whole checkpoint that it was saved in, from ``mindspore.load_checkpoint(path)``.
+
+    Raises:
+        TypeError: ``net`` is no cell.
+        LazyCellError: The state holds nothing of `freeze_state`, lacks a parameter of the net, or knows one that the
+            net lacks. Nothing is changed then.
+    """
+    parameters, moving = _by_name(net)
+    known = {_GRADIENT + name: parameter for name, parameter in parameters.items()}
+    known |= {_STATISTICS + name: cell for name, cell in moving.items()}
+    given = {key: bool(value) for key, value in state.items() if key.startswith((_GRADIENT, _STATISTICS))}
+    if not given:
+        raise LazyCellError(
+            "the state holds no entry of lazycell.freeze_state(): save the checkpoint with "
+            "append_dict=lazycell.freeze_state(net)."
+        )
+    differing = sorted(given.keys() ^ known.keys())
+    if differing:
+        lacking = "the state" if differing[0] in known else type(net).__name__
+        raise LazyCellError(
+            f"the freeze state is that of another net: {lacking} lacks {differing[0]!r}, and {len(differing)} names "
+            "differ in all. Nothing was changed."
+        )
+    changed = []
+    for key, value in given.items():
+        if isinstance(known[key], nn.Cell):
+            _hold([known[key]], not value)
+        elif known[key].requires_grad != value:
+            known[key].requires_grad = value
+            mark_frozen(known[key], not value)
+            changed.append(known[key])
+    _touching.tell("parameters_frozen", changed)
+
+
+def _by_name(net: nn.Cell) -> tuple[dict[str, Parameter], dict[str, nn.Cell]]:
+    """The parameters, and the layers with moving statistics, by the first name of each."""
+    parameters: dict[str, Parameter] = {}
+    moving: dict[str, nn.Cell] = {}
+    seen: set[int] = set()
+    for name, cell in _named(require_cell(net)):
+        if id(cell) in seen:
+            continue
+        seen.add(id(cell))
+        if internals.has_statistics(cell):
+            moving[name] = cell
+        for full, parameter in _named_parameters(name, cell):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                parameters[full] = parameter
+    return parameters, moving

@@ -1,0 +1,443 @@
+"""Gradients that follow what is used and trainable."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import mindspore
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+
+from lazycell import _deferral
+from lazycell import _mindspore as internals
+from lazycell import _reading, _touching
+from lazycell._dry_run import touch_by, within
+from lazycell._errors import LazyCellError, UntouchedError
+from lazycell._live import TouchedParameters
+
+_FROZEN = """\
+value_and_grad() and grad() were given frozen parameters in weights, for which MindSpore gives zeros instead of gradients: \
+{names}. Leave them out (trainable_params() does), or call lazycell.unfreeze()."""
+
+_EMPTY = """\
+there is nothing to compute gradients for: {why}. Give value_and_grad() or grad() parameters that the function uses, and \
+that require a gradient."""
+
+
+class Gradients(tuple[Any, ...]):
+    """A tuple of gradients that know their parameters; what `value_and_grad` and `grad` return for a list of weights.
+
+    Attributes:
+        parameters: The parameters, one for each gradient.
+        active: For each, whether a gradient has arrived at it; the others hold zeros. All True unless a `LazyOptimizer`
+            exists that wants to know.
+    """
+
+    __module__ = "lazycell"
+    parameters: tuple[Parameter, ...]
+    active: tuple[bool, ...]
+
+    def __new__(
+        cls, gradients: Iterable[Any], parameters: Iterable[Parameter], active: Iterable[bool] | None = None
+    ) -> Gradients:
+        made = super().__new__(cls, gradients)
+        made.parameters = tuple(parameters)
+        made.active = (True,) * len(made) if active is None else tuple(active)
+        if not len(made) == len(made.parameters) == len(made.active):
+            raise LazyCellError(
+                f"{len(made)} gradients were given for {len(made.parameters)} parameters: there must be one for each."
+            )
+        return made
+
+    def replace(self, gradients: Iterable[Any]) -> Gradients:
+        """Other values for the same parameters, as after clipping or scaling.
+
+        Args:
+            gradients: One for each of `parameters`.
+
+        Raises:
+            LazyCellError: They are more or fewer.
+
+        Example:
+            >>> import lazycell, mindspore as ms
+            >>> from mindspore import nn
+            >>> net = lazycell.track(nn.Dense(3, 2))
+            >>> grads = lazycell.grad(net, None, net)(ms.ops.ones((4, 3)))
+            >>> grads = grads.replace(ms.ops.clip_by_global_norm(grads, 1.0))
+            >>> [p.name for p in grads.parameters]
+            ['weight', 'bias']
+        """
+        return Gradients(gradients, self.parameters, self.active)
+
+    def add(self, other: Gradients) -> Gradients:
+        """The sum of two, parameter by parameter; what only one of them has counts as it is.
+
+        So steps with different active branches can be accumulated.
+
+        Args:
+            other: Gradients of the same net, of a later step.
+        """
+        position = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        gradients, parameters, active = list(self), list(self.parameters), list(self.active)
+        for parameter, gradient, reached in zip(other.parameters, other, other.active):
+            index = position.get(id(parameter))
+            if index is None:
+                parameters.append(parameter)
+                gradients.append(gradient)
+                active.append(reached)
+            elif reached:
+                gradients[index] = gradients[index] + gradient if active[index] else gradient
+                active[index] = True
+        return Gradients(gradients, parameters, active)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
+        return self.replace(gradient.copy() for gradient in self)
+
+    def __reduce__(self) -> Any:
+        return tuple, (tuple(self),)
+
+
+class Participant(Protocol):
+    """Someone who wants to know which parameters took part in a step; held weakly."""
+
+    def took_part(self, gradients: Gradients) -> None: ...
+
+
+participants: weakref.WeakSet[Participant] = weakref.WeakSet()
+
+
+def value_and_grad(
+    fn: Callable[..., Any],
+    grad_position: int | tuple[int, ...] | None = 0,
+    weights: Any = None,
+    has_aux: bool = False,
+    return_ids: bool = False,
+    sens_param: bool = False,
+) -> Callable[..., Any]:
+    """``mindspore.value_and_grad``, whose cost follows what is used and trainable.
+
+    Frozen layers before the first trainable one are neither recorded nor kept in memory, in PyNative mode as in Graph
+    mode. Results are bit-identical to MindSpore's.
+
+    Args:
+        fn: The function or cell to differentiate.
+        grad_position: As in MindSpore; None for no gradient of an input.
+        weights: What to compute gradients for: a live list, read anew at each call, after the forward
+            pass; a cell, for its touched trainable parameters; or what MindSpore takes: a parameter, a list, a ``ParameterTuple``.
+        has_aux: As in MindSpore.
+        return_ids: As in MindSpore.
+        sens_param: As in MindSpore.
+
+    Returns:
+        A function of the arguments of ``fn``. It returns what MindSpore's returns; the gradients of a list of weights are a
+        tuple with an attribute ``parameters``, one for each.
+
+    Raises:
+        ValueError: ``grad_position`` and ``weights`` are both None.
+        TypeError: ``weights`` is none of these.
+        LazyCellError: By the function, before anything is differentiated: a weight is frozen, or there is none at all.
+        UntouchedError: By the function: nothing of a live list or a cell was touched.
+
+    Example:
+        >>> import lazycell, mindspore as ms
+        >>> from mindspore import nn
+        >>> net = lazycell.track(nn.SequentialCell(nn.Dense(3, 2), nn.Dense(2, 1)))
+        >>> lazycell.freeze(net[0])
+        2
+        >>> loss_and_grad = lazycell.value_and_grad(lambda x: net(x).sum(), None, net)
+        >>> loss, grads = loss_and_grad(ms.ops.ones((4, 3)))
+        >>> [p.name for p in grads.parameters]
+        ['1.weight', '1.bias']
+    """
+    return _function(_GradientFunction(fn, grad_position, weights, True, has_aux, return_ids, sens_param))
+
+
+def grad(
+    fn: Callable[..., Any],
+    grad_position: int | tuple[int, ...] | None = 0,
+    weights: Any = None,
+    has_aux: bool = False,
+    return_ids: bool = False,
+    sens_param: bool = False,
+) -> Callable[..., Any]:
+    """``mindspore.grad``, whose cost follows what is used and trainable; see `value_and_grad`."""
+    return _function(_GradientFunction(fn, grad_position, weights, False, has_aux, return_ids, sens_param))
+
+
+def _function(gradient: _GradientFunction) -> Callable[..., Any]:
+    """A plain function, which can be decorated by ``mindspore.jit`` and called in graphs, as MindSpore's own can."""
+
+    def gradient_function(*args, **kwargs):  # type: ignore[no-untyped-def]  # MindSpore's compiler parses this
+        return gradient(*args, **kwargs)
+
+    return gradient_function
+
+
+class _Call:
+    """What calling a gradient function means: in Python one thing, for MindSpore's compiler another."""
+
+    def __get__(self, gradient: _GradientFunction | None, owner: type) -> Any:
+        if gradient is None:
+            return self
+        if internals.parser_asks(sys._getframe().f_back):
+            return gradient.in_compilation()
+        return gradient.call
+
+
+class _GradientFunction:
+    """What `value_and_grad` and `grad` return functions of."""
+
+    __ms_class__ = True  # lets MindSpore's compiler ask for __call__
+    __call__ = _Call()
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        grad_position: int | tuple[int, ...] | None,
+        weights: Any,
+        get_value: bool,
+        has_aux: bool,
+        return_ids: bool,
+        sens_param: bool,
+    ) -> None:
+        self._fn = fn
+        self._get_value = get_value
+        self._by_position = grad_position is not None
+        self._has_aux, self._return_ids, self._sens_param = has_aux, return_ids, sens_param
+        self._weights = _understood(weights)
+        make = mindspore.value_and_grad if get_value else mindspore.grad
+        optional = {"sens_param": True} if sens_param else {}  # MindSpore 2.8 and later
+        self._native = functools.partial(
+            make, grad_position=grad_position, has_aux=has_aux, return_ids=return_ids, **optional
+        )
+        self._native(fn, weights=None if weights is None else [])  # refuses what MindSpore refuses
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute values and gradients, in the mode that is set."""
+        if self._weights is None:
+            return self._native(self._fn, weights=None)(*args, **kwargs)
+        if not isinstance(self._weights, TouchedParameters):
+            self._refuse_unfit(_listed(self._weights))
+        if internals.in_graph_mode():
+            return self._in_graph(args, kwargs)
+        with internals.recording_ended():
+            return self._in_python(args, kwargs)
+
+    # In PyNative mode
+
+    def _in_python(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let MindSpore run the function; which weights there are is looked up when it has run."""
+        if isinstance(self._fn, nn.Cell) and self._fn.requires_grad and not self._has_aux:
+            return self._run_set_grad(args, kwargs)
+        weights: list[Parameter] = []
+        listed = isinstance(self._weights, (list, tuple))
+        reached = internals.Reached() if listed and participants and not internals.gradient_running() else None
+
+        def forward(*inputs: Any, **named: Any) -> Any:
+            outputs = self._fn(*inputs, **named)
+            weights[:] = self._now()
+            if reached is not None:
+                reached.watch(weights[:])
+                weights.insert(0, reached.border)
+            return outputs
+
+        given: Any = weights if listed else self._weights
+        active = None
+        try:
+            captured = self._can_be_captured(args, kwargs)
+            if captured is None:
+                result = self._native(forward, weights=given)(*args, **kwargs)
+            else:
+                result = self._run_captured(forward, given, captured, args, kwargs)
+        finally:
+            if reached is not None:
+                active = reached.end()
+        return self._with_parameters(result, weights, active)
+
+    def _run_captured(
+        self, forward: Callable[..., Any], weights: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Run the function with arguments that MindSpore doesn't see, so that it records nothing in front of the weights."""
+        sens: dict[str, Any] = {}
+        if self._sens_param:
+            if "sens" in kwargs:
+                kwargs = dict(kwargs)
+                sens["sens"] = kwargs.pop("sens")
+            else:
+                *args, sens["sens"] = args  # type: ignore[assignment]
+
+        def run() -> Any:
+            return forward(*args, **kwargs)
+
+        with internals.not_differentiated(tensors):
+            return self._native(run, weights=weights)(**sens)
+
+    def _run_set_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Leave a cell after ``set_grad()`` to MindSpore, which takes the forward pass that it has run before, if any."""
+        result = self._native(self._fn, weights=self._weights)(*args, **kwargs)
+        return self._with_parameters(result, self._now(), None)
+
+    def _can_be_captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
+        """The tensors among the arguments, if something is frozen and it is safe not to record what precedes it."""
+        if self._by_position or not self._something_is_frozen() or internals.gradient_running():
+            return None
+        tensors = list(_tensors((args, kwargs)))
+        return tensors if all(map(internals.can_be_captured, tensors)) else None
+
+    def _something_is_frozen(self) -> bool:
+        """Whether a layer has no trainable parameter; where that is asked, is looked up once."""
+        if not hasattr(self, "_layers"):
+            self._roots = [weakref.ref(cell) for cell in within([self._fn]).cells]
+            self._layers: list[list[Parameter]] = []
+            self._version = -1
+        if self._version != _touching.Structure.version:
+            self._version = _touching.Structure.version
+            cells = [cell for cell in (root() for root in self._roots) if cell is not None]
+            own = (_touching.own_parameters(cell) for cell in _touching.subtree(*cells))
+            self._layers = [parameters for parameters in own if parameters]
+        return any(not any(p.requires_grad for p in parameters) for parameters in self._layers)
+
+    def _now(self) -> list[Parameter]:
+        """The weights as they stand, the function having run."""
+        if isinstance(self._weights, TouchedParameters):
+            self._weights.refresh()
+        weights = _listed(self._weights)
+        if not weights:
+            raise UntouchedError(_EMPTY.format(why=_why_empty(self._weights)))
+        for parameter in weights:
+            if _deferral.is_deferred(parameter):  # given by the user, and not used: its gradient is zero
+                _deferral.materialize(parameter)
+        return weights
+
+    def _refuse_unfit(self, weights: list[Parameter]) -> None:
+        frozen = [parameter.name for parameter in weights if not parameter.requires_grad]
+        if frozen:
+            more = f" and {len(frozen) - 5} more" if len(frozen) > 5 else ""
+            raise LazyCellError(_FROZEN.format(names=", ".join(frozen[:5]) + more))
+        if not weights:
+            raise LazyCellError(_EMPTY.format(why="weights is empty"))
+
+    # In Graph mode
+
+    def _in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let MindSpore compile the function, with the weights that it is known to use."""
+        args = self._positional(args, kwargs)
+        live = self._weights if isinstance(self._weights, TouchedParameters) else None
+        if live is not None:
+            if not live.has_completed():
+                touch_by(self._fn, args[:-1] if self._sens_param else args, {})
+            self._now()
+        if not hasattr(self, "_compiled"):
+            self._compiled = self._native(self._fn, weights=self._weights)
+        result = self._compiled(*args)
+        return self._with_parameters(result, _listed(self._weights), None)
+
+    def _positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """All arguments by position, which is all that MindSpore's function takes in Graph mode."""
+        if not kwargs:
+            return args
+        named = dict(kwargs)
+        sens = (named.pop("sens"),) if self._sens_param and "sens" in named else ()
+        function = self._fn.construct if isinstance(self._fn, nn.Cell) else self._fn
+        bound = inspect.signature(function).bind(*args, **named)
+        bound.apply_defaults()
+        if bound.kwargs:
+            names = ", ".join(bound.kwargs)
+            raise TypeError(f"MindSpore's gradient functions take no keyword-only arguments in Graph mode: {names}.")
+        return (*bound.args, *sens)
+
+    def in_compilation(self) -> Callable[..., Any]:
+        """What stands for this in a graph that is being compiled: MindSpore's own function."""
+        try:
+            if self._weights is not None and not isinstance(self._weights, TouchedParameters):
+                self._refuse_unfit(_listed(self._weights))
+        except LazyCellError as error:
+            _reading.note_in_compilation(_Refusal(error))  # MindSpore would hide one that is raised here
+        native: Callable[..., Any] = self._native(self._fn, weights=self._weights)
+        return native
+
+    # Both
+
+    def _with_parameters(self, result: Any, weights: list[Parameter], active: list[bool] | None) -> Any:
+        """MindSpore's result, its gradients of the weights replaced by `Gradients`."""
+        if isinstance(self._weights, Parameter):
+            return result
+        pair = self._get_value or self._has_aux
+        gradients = result[1] if self._get_value else result[0] if pair else result
+        if self._by_position:
+            gradients = (gradients[0], self._of(gradients[1], weights, active))
+        else:
+            gradients = self._of(gradients, weights, active)
+        if not pair:
+            return gradients
+        return (result[0], gradients) if self._get_value else (gradients, *result[1:])
+
+    def _of(self, gradients: Any, weights: list[Parameter], active: list[bool] | None) -> Any:
+        if active is not None:  # the first one is the border's
+            weights, gradients = weights[1:], tuple(gradients)[1:]
+        if self._return_ids:
+            return gradients
+        made = Gradients(gradients, weights, active and _verified(gradients, active))
+        if active is not None:
+            for participant in list(participants):
+                participant.took_part(made)
+        return made
+
+
+class _Refusal:
+    """Keeps a graph from running."""
+
+    def __init__(self, error: LazyCellError) -> None:
+        self._error = error
+
+    def graph_finished(self, forget: internals.Forget) -> None:
+        raise self._error
+
+
+def _understood(weights: Any) -> Any:
+    """The weights: None, a parameter, a tuple of them, or a live list."""
+    if isinstance(weights, nn.Cell):
+        return TouchedParameters(weights)
+    if weights is None or isinstance(weights, (Parameter, ParameterTuple, TouchedParameters)):
+        return weights
+    if isinstance(weights, (list, tuple)) and all(isinstance(weight, Parameter) for weight in weights):
+        return list(weights)
+    kind = type(weights).__name__
+    raise TypeError(f"weights must be a live list, a cell, a parameter, or a list of parameters, but is {kind}.")
+
+
+def _listed(weights: Any) -> list[Parameter]:
+    return [weights] if isinstance(weights, Parameter) else list(weights[:])
+
+
+def _why_empty(weights: TouchedParameters) -> str:
+    if any(_touching.is_touched(parameter) for parameter, _ in weights._known):
+        return "every parameter that was touched is frozen"
+    return "the function has touched no parameter of the cell that the weights belong to"
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors within arguments."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _verified(gradients: tuple[Any, ...], active: list[bool]) -> list[bool]:
+    """Count a parameter as active also if its gradient isn't zero, however it came about."""
+    doubtful = [index for index, reached in enumerate(active) if not reached]
+    if not doubtful:
+        return active
+    nonzero = ops.stack([(gradients[index] != 0).any() for index in doubtful]).asnumpy()
+    verified = list(active)
+    for index, is_nonzero in zip(doubtful, nonzero):
+        verified[index] = bool(is_nonzero)
+    return verified

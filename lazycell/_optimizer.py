@@ -1,0 +1,502 @@
+"""An optimizer that may be built first, grows with what is touched, and updates what took part."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MethodType
+from typing import Any
+
+from mindspore import Parameter, ParameterTuple, Tensor, nn
+
+from lazycell import _deferral
+from lazycell import _gradient
+from lazycell import _mindspore as internals
+from lazycell._errors import LazyCellError, UntouchedError
+from lazycell._gradient import Gradients
+from lazycell._live import TouchedParameters
+from lazycell._touching import touch_order
+
+_MOST_SETS = 64  # of parameters that took part together, for which a native optimizer is kept
+
+_UNBORN = """\
+LazyOptimizer({factory}) has no {name} yet: none of its parameters has been touched, so there is no {factory}. Call the net, \
+or lazycell.dry_run(net, inputs), before."""
+
+_COUNT = """\
+LazyOptimizer({factory}) got {given} gradients for {wanted} parameters: {detail}. Give it the gradients of its own \
+parameters, as lazycell.value_and_grad(fn, None, optimizer.parameters) computes them. Nothing was updated."""
+
+_SHAPE = """\
+the gradient of {name} has shape {given}, but the parameter has shape {wanted}: the gradients are those of another net, or \
+in another order. Nothing was updated."""
+
+
+class _Unborn(UntouchedError, AttributeError):
+    """An attribute of the native optimizer was asked for before there is one."""
+
+    __module__ = "lazycell"
+
+
+# ---------------------------------------------------------------------------------------------
+# Parameter groups
+
+
+class _Group:
+    """One parameter group: where its members come from, which of them count, and its options."""
+
+    def __init__(self, members: Any, options: dict[str, Any]) -> None:
+        self.options = options
+        self.source: TouchedParameters | list[Parameter] | None = None
+        self.accepts: Callable[[Parameter], bool] | None = None
+        if isinstance(members, tuple) and len(members) == 2 and _is_predicate(members[1]):
+            members, self.accepts = members
+        if _is_predicate(members):
+            self.accepts = members
+        else:
+            self.source = _source(members)
+
+    def candidates(self) -> list[tuple[Parameter, bool]]:
+        """What its source may come to hold, each with whether its use can be tracked."""
+        if isinstance(self.source, TouchedParameters):
+            return list(self.source._candidates())
+        return [(parameter, _deferral.is_deferred(parameter)) for parameter in self.source or ()]
+
+
+def _is_predicate(value: Any) -> bool:
+    return callable(value) and not isinstance(value, (nn.Cell, Parameter))
+
+
+def _source(members: Any) -> TouchedParameters | list[Parameter]:
+    if isinstance(members, nn.Cell):
+        return TouchedParameters(members)
+    if isinstance(members, TouchedParameters):
+        return members
+    if isinstance(members, Parameter):
+        return [members]
+    found = list(members) if isinstance(members, Iterable) else [members]
+    for member in found:
+        if not isinstance(member, Parameter):
+            raise TypeError(
+                "LazyOptimizer takes a live list, a cell, parameters, or groups (dicts) whose params are one of these, a "
+                f"predicate, or a pair (live list, predicate); but got {type(member).__name__}."
+            )
+    return found
+
+
+class _Groups:
+    """The parameter groups of an optimizer, as they were given."""
+
+    def __init__(self, params: Any) -> None:
+        given = params if isinstance(params, (TouchedParameters, nn.Cell, Parameter)) else list(params)
+        self.named = isinstance(given, list) and any(isinstance(entry, dict) for entry in given)
+        self.groups: list[_Group] = []
+        self.order: _Group | None = None
+        for entry in given if self.named else [{"params": given}]:
+            self.add(entry)
+
+    def add(self, entry: Any) -> None:
+        """Add a group."""
+        if not isinstance(entry, dict) or not {"params", "order_params"} & entry.keys():
+            raise TypeError(f"a parameter group is a dict with an entry 'params', but got {entry!r:.100}.")
+        if "order_params" in entry:
+            self.order = _Group(entry["order_params"], {})
+        else:
+            self.groups.append(_Group(entry["params"], {key: entry[key] for key in entry if key != "params"}))
+        if any(group.source is None for group in self.groups) and not any(group.source for group in self.sources()):
+            raise LazyCellError(
+                "a parameter group was given as a predicate, and no other group says over which parameters: give it as a "
+                "pair (live list, predicate)."
+            )
+
+    def sources(self) -> list[_Group]:
+        """All that parameters come from."""
+        return [group for group in (*self.groups, self.order) if group is not None and group.source is not None]
+
+    def members(self) -> list[list[tuple[Parameter, bool]]]:
+        """For each group what it may come to hold.
+
+        Raises:
+            LazyCellError: Two groups claim one parameter.
+        """
+        listed = [group.candidates() for group in self.groups]
+        everything = {id(p): (p, t) for group in self.sources() for p, t in group.candidates()}
+        owner: dict[int, int] = {}
+        for index, group in enumerate(self.groups):  # those who choose come first; lists get what is left
+            if group.source is None and group.accepts is not None:
+                listed[index] = [(p, t) for p, t in everything.values() if id(p) not in owner and group.accepts(p)]
+                owner.update((id(p), index) for p, _ in listed[index])
+        for index, group in enumerate(self.groups):
+            if group.source is not None:
+                rest = [(p, t) for p, t in listed[index] if group.accepts is None or group.accepts(p)]
+                listed[index] = []
+                for p, t in rest:
+                    other = owner.setdefault(id(p), index)
+                    if other != index and self.groups[other].source is not None:
+                        raise LazyCellError(f"{p.name} is in two parameter groups, {other} and {index}.")
+                    if other == index:
+                        listed[index].append((p, t))
+        return listed
+
+
+class _OptimizerParameters(TouchedParameters):
+    """The touched parameters of an optimizer that require a gradient, group by group: a live list."""
+
+    def __init__(self, groups: _Groups, factory: str) -> None:
+        list.__init__(self)
+        self._groups, self._factory = groups, factory
+        self._watch()
+
+    def _candidates(self) -> Iterator[tuple[Parameter, bool]]:
+        members = {id(p): (p, t) for group in self._groups.members() for p, t in group}
+        if self._groups.order is not None:
+            first = [id(p) for p, _ in self._groups.order.candidates() if id(p) in members]
+            members = {key: members[key] for key in (*first, *members)}
+        return iter(members.values())
+
+    def has_completed(self) -> bool:
+        lists = [group.source for group in self._groups.sources() if isinstance(group.source, TouchedParameters)]
+        return any(source.has_completed() for source in lists) or len(lists) < len(self._groups.sources())
+
+    def _name(self) -> str:
+        return f"LazyOptimizer({self._factory})"
+
+
+# ---------------------------------------------------------------------------------------------
+# The optimizer
+
+
+class _Construct:
+    """``construct`` of a LazyOptimizer: MindSpore's compiler is given that of the native optimizer."""
+
+    def __get__(self, optimizer: LazyOptimizer | None, owner: type) -> Any:
+        if optimizer is None:
+            return _construct
+        if internals.parser_asks(sys._getframe().f_back):
+            optimizer._build_in()
+        return MethodType(_construct, optimizer)
+
+
+def _construct(self, gradients):  # type: ignore[no-untyped-def]  # MindSpore's compiler parses this
+    return self.native(gradients)
+
+
+_classes: dict[type, type] = {}
+
+
+class LazyOptimizer(nn.Cell):  # type: ignore[misc]
+    """An optimizer of any of MindSpore's classes that may be built before anything ran.
+
+    The native optimizer comes into being at the first step, over what was touched by then. What is touched
+    later joins with fresh state, and all that exists is carried over: moments, ``global_step``, powers of beta, schedules.
+    What is frozen leaves, and finds its state when it comes back.
+
+    A parameter that took no part in a step is not updated: no decay, no momentum; value and state
+    stay bit for bit as they were. Which ones took part is known of gradients that `value_and_grad` or `grad` computed since the last
+    step, also when they have been clipped or accumulated meanwhile; of others all count as taking part. Inside
+    a jitted function and in ``TrainOneStepCell`` under Graph mode, all do.
+
+    All attributes of the native optimizer can be asked for, and ``isinstance(optimizer, factory)`` holds. State that
+    an optimizer class of your own keeps must be in parameters, as MindSpore's is.
+
+    Args:
+        factory: A class of optimizers: of ``nn``, ``mint.optim``, ``experimental.optim``, or your own.
+        params: A live list, a cell, a list of parameters, or parameter groups: dicts whose ``"params"`` are one of these, a predicate
+            ``lambda p: ...`` over what the other groups list, or a pair (live list, predicate). A predicate that
+            stands alone comes before lists: they get what it leaves.
+        args: What ``factory`` takes after the parameters.
+        activity: Whether parameters that took no part in a step are left alone. False gives MindSpore's behaviour.
+        kwargs: What ``factory`` takes by name.
+
+    Attributes:
+        parameters: The parameters it updates, as a live list, in the order in which it takes gradients.
+
+    Raises:
+        TypeError: ``factory`` is no class of optimizers, or ``params`` are none of these.
+        LazyCellError: Two groups hold one parameter, or a predicate has no list to choose from.
+
+    Example:
+        >>> import lazycell, mindspore as ms
+        >>> from mindspore import nn
+        >>> net = lazycell.track(nn.SequentialCell(nn.Dense(3, 2), nn.Dense(2, 1)))
+        >>> optimizer = lazycell.LazyOptimizer(nn.AdamWeightDecay, [
+        ...     {"params": lambda p: p.ndim < 2, "weight_decay": 0.0},
+        ...     {"params": net, "weight_decay": 1e-2}], learning_rate=1e-3)
+        >>> loss_and_grad = lazycell.value_and_grad(lambda x: net(x).sum(), None, optimizer.parameters)
+        >>> loss, grads = loss_and_grad(ms.ops.ones((4, 3)))
+        >>> updated = optimizer(grads)
+        >>> [p.name for p in optimizer.parameters]
+        ['0.bias', '1.bias', '0.weight', '1.weight']
+    """
+
+    construct = _Construct()
+
+    def __new__(cls, factory: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not (isinstance(factory, type) and issubclass(factory, nn.Cell)):
+            raise TypeError(f"LazyOptimizer takes a class of optimizers first, as nn.Adam, but got {factory!r:.100}.")
+        if factory not in _classes:
+            names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+            _classes[factory] = type(cls.__name__, (cls, factory), names)
+        return super().__new__(_classes[factory])
+
+    def __init__(self, factory: type[nn.Cell], params: Any, *args: Any, activity: bool = True, **kwargs: Any) -> None:
+        nn.Cell.__init__(self, auto_prefix=False)
+        self._factory = factory
+        self._arguments = tuple(map(_reusable, args))
+        self._named = {name: _reusable(value) for name, value in kwargs.items()}
+        self._assigned: dict[str, Any] = {}
+        self._activity = activity
+        self._natives: OrderedDict[tuple[int, ...], nn.Cell] = OrderedDict()
+        self._seen: set[int] = set()  # by a gradient function since the last step
+        self._active: set[int] = set()  # of these, what took part
+        self._groups = _Groups(params)
+        vars(self)["parameters"] = _OptimizerParameters(self._groups, factory.__name__)
+        if activity:
+            _gradient.participants.add(self)
+
+    def __call__(self, gradients: Any, *args: Any) -> Any:
+        """Update the parameters that took part.
+
+        Args:
+            gradients: A tuple of gradients, one for each of `parameters`; those that know their parameters may come
+                in any order.
+
+        Returns:
+            What the native optimizer returns.
+
+        Raises:
+            LazyCellError: They are too many, too few, of another net, or of other shapes. Nothing was updated.
+            UntouchedError: None of the parameters has been touched.
+        """
+        pairs = self._matched(gradients)
+        native = self._native_for([parameter for parameter, _ in pairs]) if pairs else None
+        self._seen.clear()
+        self._active.clear()
+        return native(tuple(gradient for _, gradient in pairs), *args) if native is not None else ()
+
+    # Gradients
+
+    def took_part(self, gradients: Gradients) -> None:
+        """Note which parameters took part in what `value_and_grad` or `grad` has computed."""
+        for parameter, active in zip(gradients.parameters, gradients.active):
+            self._seen.add(id(parameter))
+            if active:
+                self._active.add(id(parameter))
+
+    def _matched(self, gradients: Any) -> list[tuple[Parameter, Any]]:
+        """Pairs of a parameter to be updated, and its gradient."""
+        self.parameters.refresh()
+        parameters = self.parameters[:]
+        if not isinstance(gradients, (tuple, list)):
+            raise TypeError(f"LazyOptimizer takes a tuple of gradients, but got a {type(gradients).__name__}.")
+        if not parameters:
+            raise self._unborn("parameters")
+        if isinstance(gradients, Gradients):
+            found = self._by_parameter(parameters, gradients)
+        else:
+            if len(gradients) != len(parameters):
+                raise self._miscounted(len(gradients), f"they are {_names(parameters)}")
+            found = [(p, g, id(p) in self._active or id(p) not in self._seen) for p, g in zip(parameters, gradients)]
+        for parameter, gradient, _ in found:
+            shape = getattr(gradient, "shape", None)
+            if gradient is None or (isinstance(gradient, Tensor) and tuple(shape or ()) != tuple(parameter.shape)):
+                names = {"name": parameter.name, "given": shape, "wanted": tuple(parameter.shape)}
+                raise LazyCellError(_SHAPE.format(**names))
+        return [(parameter, gradient) for parameter, gradient, active in found if active or not self._activity]
+
+    def _by_parameter(self, parameters: list[Parameter], gradients: Gradients) -> list[tuple[Parameter, Any, bool]]:
+        known = {id(parameter) for parameter, _ in self.parameters._known}
+        foreign = [parameter for parameter in gradients.parameters if id(parameter) not in known]
+        if foreign:
+            raise self._miscounted(len(gradients), f"{_names(foreign)} is not among them")
+        given = {id(p): (p, g, active) for p, g, active in zip(gradients.parameters, gradients, gradients.active)}
+        latest = max((touch_order(p) or 0 for p in gradients.parameters), default=0)
+        missing = [p for p in parameters if id(p) not in given and (touch_order(p) or 0) <= latest]
+        if missing:
+            raise self._miscounted(len(gradients), f"there is none of {_names(missing)}")
+        return [given[id(parameter)] for parameter in parameters if id(parameter) in given]
+
+    def _miscounted(self, given: int, detail: str) -> LazyCellError:
+        wanted = len(self.parameters[:])
+        return LazyCellError(_COUNT.format(factory=self._factory.__name__, given=given, wanted=wanted, detail=detail))
+
+    # The native optimizer
+
+    def _unborn(self, name: str) -> _Unborn:
+        return _Unborn(_UNBORN.format(factory=self._factory.__name__, name=name))
+
+    def _native_for(self, parameters: list[Parameter]) -> nn.Cell:
+        """The native optimizer over some parameters; all of them share their state."""
+        key = tuple(map(id, parameters))
+        if key not in self._natives:
+            self._natives[key] = self._build(parameters)
+            while len(self._natives) > _MOST_SETS:
+                self._natives.popitem(last=False)
+        self._natives.move_to_end(key)
+        native = self._natives[key]
+        self._take_over_options(native)
+        return native
+
+    def _whole(self, name: str) -> nn.Cell:
+        """The native optimizer over all parameters."""
+        self.parameters.refresh()
+        if not self.parameters[:]:
+            raise self._unborn(name)
+        native = self._native_for(self.parameters[:])
+        vars(self)["native"] = native
+        return native
+
+    def _build(self, parameters: list[Parameter]) -> nn.Cell:
+        wanted = {id(parameter) for parameter in parameters}
+        given: list[Any] = parameters
+        positions: list[int] = []  # of the groups that have members now
+        if self._groups.named:
+            given = []
+            for index, (group, members) in enumerate(zip(self._groups.groups, self._groups.members())):
+                listed = [parameter for parameter, _ in members if id(parameter) in wanted]
+                if listed:
+                    positions.append(index)
+                    given.append({**group.options, "params": listed})
+            if self._groups.order is not None:
+                given.append({"order_params": parameters})
+        native = self._factory(given, *self._arguments, **self._named)
+        native._lazycell_positions = positions
+        self._share_state(native, parameters, positions)
+        for name, value in self._assigned.items():
+            setattr(native, name, value)
+        return native
+
+    def _share_state(self, native: nn.Cell, parameters: list[Parameter], positions: list[int]) -> None:
+        """Let a new native optimizer use the state that there is, and take in what it brings."""
+        trained = {id(parameter) for parameter in parameters}
+        fresh = [p for p in internals.parameters_held(native) if id(p) not in trained]
+        table: dict[int, Parameter] = {}
+        names: dict[str, Parameter] = {}
+        for parameter in fresh:
+            name = _stable_name(parameter.name, positions)
+            if names.setdefault(name, parameter) is not parameter:
+                raise LazyCellError(f"{self._factory.__name__} has two states named {name}, which can't be told apart.")
+            existing = self._params.get(name)
+            if existing is not None and existing.shape != parameter.shape:
+                raise LazyCellError(
+                    f"the state {name} has shape {tuple(existing.shape)}, but {self._factory.__name__} needs "
+                    f"{tuple(parameter.shape)}: it was loaded from a checkpoint of another net."
+                )
+            table[id(parameter)] = parameter if existing is None else existing
+        for name, parameter in names.items():
+            parameter.name = name
+            self._params[name] = table[id(parameter)]
+        internals.replace_parameters(native, table)
+
+    def _take_over_options(self, native: nn.Cell) -> None:
+        """Let what was set in ``param_groups`` of one native optimizer hold in the others."""
+        source = vars(self).get("native")
+        if source is None or source is native or not hasattr(native, "param_groups"):
+            return
+        known = dict(zip(source._lazycell_positions or [0], source.param_groups))
+        for position, group in zip(native._lazycell_positions or [0], native.param_groups):
+            options = known.get(position, {}).items()
+            group.update((key, value) for key, value in options if key != "params" and not _is_of_parameters(value))
+
+    def _build_in(self) -> None:
+        """Get ready for a graph that is being compiled."""
+        self._whole("construct")
+        self.parameters.note_built_in()
+
+    # Looking like the native optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "parameters" not in vars(self) or (name.startswith("__") and name.endswith("__")):
+                raise
+        return getattr(self._whole(name), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        described = getattr(self._factory, name, None) if "_factory" in vars(self) else None
+        if not isinstance(described, property):
+            super().__setattr__(name, value)
+            return
+        self._assigned[name] = value
+        for native in self._natives.values():
+            setattr(native, name, value)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as ``experimental.optim`` has it; its members may be lazy."""
+        if not self._groups.named:
+            raise LazyCellError("add_param_group() needs an optimizer that was built from parameter groups.")
+        self._groups.add(param_group)
+        self._natives.clear()
+        self.parameters._look()
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Parameter]:  # type: ignore[override]
+        """The optimizer's state by name, as ``"moment1.fc.weight"``; what was loaded and isn't needed yet included.
+
+        It goes into ``mindspore.save_checkpoint(optimizer, path)`` or, with other things, into ``append_dict``.
+        """
+        if self.parameters[:]:
+            self._whole("state_dict")
+        return dict(self._params)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Take over the state of an optimizer of the same class over the same net.
+
+        State of parameters that this run has not touched yet is kept until it does.
+
+        Args:
+            state_dict: What `state_dict` returned, or what ``mindspore.load_checkpoint(path)`` returns, values of the
+                net's own parameters included; these are left out.
+            strict: Whether to refuse entries that belong to nothing here; otherwise they are left out.
+
+        Raises:
+            LazyCellError: An entry belongs to nothing here, or has another shape. Nothing is changed then.
+        """
+        if self.parameters[:]:
+            self._whole("load_state_dict")
+        own = {parameter.name for parameter, _ in self.parameters._known}
+        entries = {name: value for name, value in state_dict.items() if name not in own}
+        suffixes = tuple("." + name for name in own)
+        unknown = [name for name in entries if name not in self._params and not name.endswith(suffixes)]
+        if self._natives and unknown:
+            if strict:
+                raise LazyCellError(
+                    f"{len(unknown)} entries of the state belong to nothing here, {unknown[0]!r} first: the checkpoint is that "
+                    "of another optimizer or net. strict=False leaves them out. Nothing was changed."
+                )
+            entries = {name: value for name, value in entries.items() if name not in unknown}
+        for name, value in entries.items():
+            if name in self._params and tuple(self._params[name].shape) != tuple(value.shape):
+                shapes = f"{tuple(value.shape)}, but here it has {tuple(self._params[name].shape)}"
+                raise LazyCellError(f"the state {name} has shape {shapes}. Nothing was changed.")
+        for name, value in entries.items():
+            if name in self._params:
+                self._params[name].set_data(Tensor(value))
+            else:
+                self._params[name] = Parameter(Tensor(value), name=name, requires_grad=False)
+
+
+def _reusable(value: Any) -> Any:
+    """An argument that can be given several times: an iterator would be empty the second time."""
+    return list(value) if isinstance(value, Iterator) and not isinstance(value, nn.Cell) else value
+
+
+def _is_of_parameters(value: Any) -> bool:
+    return isinstance(value, ParameterTuple)
+
+
+def _names(parameters: list[Parameter]) -> str:
+    more = f" and {len(parameters) - 5} more" if len(parameters) > 5 else ""
+    return ", ".join(parameter.name for parameter in parameters[:5]) + more
+
+
+def _stable_name(name: str, positions: list[int]) -> str:
+    """A state's name, where MindSpore numbers groups, by the group's position among all that were given."""
+    found = re.fullmatch(r"(.*_group_)(\d+)", name)
+    if found is None or int(found[2]) >= len(positions):
+        return name
+    return f"{found[1]}{positions[int(found[2])]}"
