@@ -947,7 +947,7 @@ def forget_graphs(cells: list[nn.Cell]) -> None:
     """
     wanted = set(map(id, cells))
     for thing in gc.get_objects():
-        if issubclass(type(thing), nn.Cell) and vars(thing).get("compile_cache"):
+        if issubclass(type(thing), nn.Cell) and getattr(thing, "compile_cache", None):
             if not wanted.isdisjoint(id(cell) for _, cell in thing.cells_and_names()):
                 thing.compile_cache.clear()
     _api.ms_compile_cache.clear()
