@@ -356,7 +356,7 @@ class _GradientFunction:
             if self._weights is not None and not isinstance(self._weights, TouchedParameters):
                 self._refuse_unfit(_listed(self._weights))
         except LazyCellError as error:
-            _reading.note_in_compilation(_Refusal(error))  # MindSpore would hide one that is raised here
+            _reading.note_in_compilation(Refusal(error))  # MindSpore would hide one that is raised here
         native: Callable[..., Any] = self._native(self._fn, weights=self._weights)
         return native
 
@@ -388,7 +388,7 @@ class _GradientFunction:
         return made
 
 
-class _Refusal:
+class Refusal:
     """Keeps a graph from running."""
 
     def __init__(self, error: LazyCellError) -> None:

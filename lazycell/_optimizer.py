@@ -14,6 +14,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn
 from lazycell import _deferral
 from lazycell import _gradient
 from lazycell import _mindspore as internals
+from lazycell import _reading
 from lazycell._errors import LazyCellError, UntouchedError
 from lazycell._gradient import Gradients
 from lazycell._live import TouchedParameters
@@ -65,8 +66,12 @@ class _Group:
         return [(parameter, _deferral.is_deferred(parameter)) for parameter in self.source or ()]
 
 
+def _is_source(value: Any) -> bool:
+    return isinstance(value, (TouchedParameters, nn.Cell, Parameter))
+
+
 def _is_predicate(value: Any) -> bool:
-    return callable(value) and not isinstance(value, (nn.Cell, Parameter))
+    return callable(value) and not _is_source(value)
 
 
 def _source(members: Any) -> TouchedParameters | list[Parameter]:
@@ -90,26 +95,31 @@ class _Groups:
     """The parameter groups of an optimizer, as they were given."""
 
     def __init__(self, params: Any) -> None:
-        given = params if isinstance(params, (TouchedParameters, nn.Cell, Parameter)) else list(params)
-        self.named = isinstance(given, list) and any(isinstance(entry, dict) for entry in given)
+        given = list(params) if isinstance(params, Iterable) and not _is_source(params) else params
+        self.named = not _is_source(given) and isinstance(given, list) and any(isinstance(e, dict) for e in given)
         self.groups: list[_Group] = []
         self.order: _Group | None = None
-        for entry in given if self.named else [{"params": given}]:
-            self.add(entry)
+        if isinstance(given, list) and not _is_source(given) and not given:
+            raise LazyCellError("LazyOptimizer got an empty list: there are no parameters to update.")
+        self.add(given if self.named else [{"params": given}])
 
-    def add(self, entry: Any) -> None:
-        """Add a group."""
+    def add(self, entries: list[Any]) -> None:
+        """Add groups."""
+        for entry in entries:
+            self._add(entry)
+        if any(group.source is None for group in self.groups) and not self.sources():
+            raise LazyCellError(
+                "a parameter group was given as a predicate, and no other group says over which parameters: give it as a "
+                "pair (live list, predicate)."
+            )
+
+    def _add(self, entry: Any) -> None:
         if not isinstance(entry, dict) or not {"params", "order_params"} & entry.keys():
             raise TypeError(f"a parameter group is a dict with an entry 'params', but got {entry!r:.100}.")
         if "order_params" in entry:
             self.order = _Group(entry["order_params"], {})
         else:
             self.groups.append(_Group(entry["params"], {key: entry[key] for key in entry if key != "params"}))
-        if any(group.source is None for group in self.groups) and not any(group.source for group in self.sources()):
-            raise LazyCellError(
-                "a parameter group was given as a predicate, and no other group says over which parameters: give it as a "
-                "pair (live list, predicate)."
-            )
 
     def sources(self) -> list[_Group]:
         """All that parameters come from."""
@@ -174,13 +184,17 @@ class _Construct:
     def __get__(self, optimizer: LazyOptimizer | None, owner: type) -> Any:
         if optimizer is None:
             return _construct
-        if internals.parser_asks(sys._getframe().f_back):
-            optimizer._build_in()
+        if internals.parser_asks(sys._getframe().f_back) and not optimizer._build_in():
+            return MethodType(_unborn_construct, optimizer)
         return MethodType(_construct, optimizer)
 
 
 def _construct(self, gradients):  # type: ignore[no-untyped-def]  # MindSpore's compiler parses this
     return self.native(gradients)
+
+
+def _unborn_construct(self, gradients):  # type: ignore[no-untyped-def]  # likewise; the graph is refused before it runs
+    return gradients
 
 
 _classes: dict[type, type] = {}
@@ -376,7 +390,8 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         names: dict[str, Parameter] = {}
         for parameter in fresh:
             name = _stable_name(parameter.name, positions)
-            if names.setdefault(name, parameter) is not parameter:
+            first = names.setdefault(name, parameter)
+            if not _are_equal(first, parameter):  # MindSpore builds a group's learning rate twice
                 raise LazyCellError(f"{self._factory.__name__} has two states named {name}, which can't be told apart.")
             existing = self._params.get(name)
             if existing is not None and existing.shape != parameter.shape:
@@ -384,7 +399,9 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
                     f"the state {name} has shape {tuple(existing.shape)}, but {self._factory.__name__} needs "
                     f"{tuple(parameter.shape)}: it was loaded from a checkpoint of another net."
                 )
-            table[id(parameter)] = parameter if existing is None else existing
+            table[id(parameter)] = first if existing is None else existing
+        if not self._natives:
+            self._refuse_foreign([name for name in self._params if name not in names])
         for name, parameter in names.items():
             parameter.name = name
             self._params[name] = table[id(parameter)]
@@ -400,10 +417,15 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
             options = known.get(position, {}).items()
             group.update((key, value) for key, value in options if key != "params" and not _is_of_parameters(value))
 
-    def _build_in(self) -> None:
-        """Get ready for a graph that is being compiled."""
-        self._whole("construct")
+    def _build_in(self) -> bool:
+        """Get ready for a graph that is being compiled; False if there is nothing to put in, and the graph is refused."""
+        try:
+            self._whole("construct")
+        except _Unborn as error:
+            _reading.note_in_compilation(_gradient.Refusal(error))
+            return False
         self.parameters.note_built_in()
+        return True
 
     # Looking like the native optimizer
 
@@ -428,7 +450,7 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         """Add a parameter group, as ``experimental.optim`` has it; its members may be lazy."""
         if not self._groups.named:
             raise LazyCellError("add_param_group() needs an optimizer that was built from parameter groups.")
-        self._groups.add(param_group)
+        self._groups.add([param_group])
         self._natives.clear()
         self.parameters._look()
 
@@ -451,7 +473,8 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         Args:
             state_dict: What `state_dict` returned, or what ``mindspore.load_checkpoint(path)`` returns, values of the
                 net's own parameters included; these are left out.
-            strict: Whether to refuse entries that belong to nothing here; otherwise they are left out.
+            strict: Whether to refuse entries that belong to nothing here; otherwise they are left out. Before the first
+                step it isn't known what does, and the first step refuses them.
 
         Raises:
             LazyCellError: An entry belongs to nothing here, or has another shape. Nothing is changed then.
@@ -460,15 +483,11 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
             self._whole("load_state_dict")
         own = {parameter.name for parameter, _ in self.parameters._known}
         entries = {name: value for name, value in state_dict.items() if name not in own}
-        suffixes = tuple("." + name for name in own)
-        unknown = [name for name in entries if name not in self._params and not name.endswith(suffixes)]
-        if self._natives and unknown:
+        if self._natives:
+            unknown = [name for name in entries if name not in self._params]
             if strict:
-                raise LazyCellError(
-                    f"{len(unknown)} entries of the state belong to nothing here, {unknown[0]!r} first: the checkpoint is that "
-                    "of another optimizer or net. strict=False leaves them out. Nothing was changed."
-                )
-            entries = {name: value for name, value in entries.items() if name not in unknown}
+                self._refuse_foreign(unknown)
+            entries = {name: value for name, value in entries.items() if name not in self._foreign(unknown)}
         for name, value in entries.items():
             if name in self._params and tuple(self._params[name].shape) != tuple(value.shape):
                 shapes = f"{tuple(value.shape)}, but here it has {tuple(self._params[name].shape)}"
@@ -480,9 +499,27 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
                 self._params[name] = Parameter(Tensor(value), name=name, requires_grad=False)
 
 
+    def _foreign(self, names: list[str]) -> list[str]:
+        """Which names of states can't be those of any parameter here."""
+        suffixes = tuple("." + parameter.name for parameter, _ in self.parameters._known)
+        return [name for name in names if not name.endswith(suffixes)]
+
+    def _refuse_foreign(self, names: list[str]) -> None:
+        foreign = self._foreign(names)
+        if foreign:
+            raise LazyCellError(
+                f"{len(foreign)} entries of the state that was loaded belong to nothing here, {foreign[0]!r} first: the "
+                "checkpoint is that of another optimizer or net. strict=False leaves them out."
+            )
+
+
 def _reusable(value: Any) -> Any:
     """An argument that can be given several times: an iterator would be empty the second time."""
     return list(value) if isinstance(value, Iterator) and not isinstance(value, nn.Cell) else value
+
+
+def _are_equal(one: Parameter, other: Parameter) -> bool:
+    return one is other or (one.shape == other.shape and bool((one.asnumpy() == other.asnumpy()).all()))
 
 
 def _is_of_parameters(value: Any) -> bool:
