@@ -46,8 +46,8 @@ def freeze(*targets: Any, before: nn.Cell | str | None = None, statistics: bool 
 
     Args:
         targets: Cells, which are frozen with all below them; parameters; lists of these; and names, where ``*`` stands
-            for anything: ``freeze(net, "stem", "blocks.?.norm*", "*.bias")``. With names, a cell says where to look them up.
-            A name is that of a layer or of a parameter, from that cell on.
+            for anything: ``freeze(net, "stem", "blocks.?.norm*", "*.bias")``. With names, a cell says where to look
+            them up. A name is that of a layer or of a parameter, from that cell on.
         before: A cell, or its name: freeze what the given cells define before it. What it, or
             anything after it, holds as well stays as it is.
         statistics: Whether moving statistics of the layers are kept still as well: batch normalization then
@@ -88,8 +88,8 @@ def freeze(*targets: Any, before: nn.Cell | str | None = None, statistics: bool 
 def unfreeze(*targets: Any, before: nn.Cell | str | None = None) -> int:
     """Undo `freeze`: parameters require a gradient again, and statistics move again.
 
-    What its author made to require no gradient, such as moving statistics, stays so. A parameter that is given itself, or by
-    its own name, is unfrozen in any case.
+    What its author made to require no gradient, such as moving statistics, stays so. A parameter that is given itself,
+    or by its own name, is unfrozen in any case; so are those of a plain cell's copy only then.
 
     Args:
         targets: As for `freeze`.
@@ -223,8 +223,8 @@ def freeze_state(net: nn.Cell) -> dict[str, bool]:
         net: Any cell.
 
     Returns:
-        ``{"requires_grad.head.weight": True, ..., "statistics.norm": False, ...}``: for each parameter whether it requires
-        a gradient, and for each layer with moving statistics whether they move. It goes into
+        ``{"requires_grad.head.weight": True, ..., "statistics.norm": False, ...}``: for each parameter whether it
+        requires a gradient, and for each layer with moving statistics whether they move. It goes into
         ``mindspore.save_checkpoint(net, path, append_dict=lazycell.freeze_state(net))``.
 
     Raises:
@@ -251,7 +251,8 @@ def load_freeze_state(net: nn.Cell, state: dict[str, Any]) -> None:
 
     Args:
         net: A net of the same structure.
-        state: What `freeze_state` returned, or a whole checkpoint that it was saved in, from ``mindspore.load_checkpoint(path)``.
+        state: What `freeze_state` returned, or a whole checkpoint that it was saved in, from
+            ``mindspore.load_checkpoint(path)``.
 
     Raises:
         TypeError: ``net`` is no cell.

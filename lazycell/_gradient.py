@@ -6,8 +6,8 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import mindspore
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
@@ -15,99 +15,18 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from lazycell import _deferral
 from lazycell import _mindspore as internals
 from lazycell import _reading, _touching
+from lazycell._aligned import Gradients, participants
 from lazycell._dry_run import touch_by, within
 from lazycell._errors import LazyCellError, UntouchedError
 from lazycell._live import TouchedParameters
 
 _FROZEN = """\
-value_and_grad() and grad() were given frozen parameters in weights, for which MindSpore gives zeros instead of gradients: \
-{names}. Leave them out (trainable_params() does), or call lazycell.unfreeze()."""
+value_and_grad() and grad() were given frozen parameters in weights, for which MindSpore gives zeros instead of \
+gradients: {names}. Leave them out (trainable_params() does), or call lazycell.unfreeze()."""
 
 _EMPTY = """\
-there is nothing to compute gradients for: {why}. Give value_and_grad() or grad() parameters that the function uses, and \
-that require a gradient."""
-
-
-class Gradients(tuple[Any, ...]):
-    """A tuple of gradients that know their parameters; what `value_and_grad` and `grad` return for a list of weights.
-
-    Attributes:
-        parameters: The parameters, one for each gradient.
-        active: For each, whether a gradient has arrived at it; the others hold zeros. All True unless a `LazyOptimizer`
-            exists that wants to know.
-    """
-
-    __module__ = "lazycell"
-    parameters: tuple[Parameter, ...]
-    active: tuple[bool, ...]
-
-    def __new__(
-        cls, gradients: Iterable[Any], parameters: Iterable[Parameter], active: Iterable[bool] | None = None
-    ) -> Gradients:
-        made = super().__new__(cls, gradients)
-        made.parameters = tuple(parameters)
-        made.active = (True,) * len(made) if active is None else tuple(active)
-        if not len(made) == len(made.parameters) == len(made.active):
-            raise LazyCellError(
-                f"{len(made)} gradients were given for {len(made.parameters)} parameters: there must be one for each."
-            )
-        return made
-
-    def replace(self, gradients: Iterable[Any]) -> Gradients:
-        """Other values for the same parameters, as after clipping or scaling.
-
-        Args:
-            gradients: One for each of `parameters`.
-
-        Raises:
-            LazyCellError: They are more or fewer.
-
-        Example:
-            >>> import lazycell, mindspore as ms
-            >>> from mindspore import nn
-            >>> net = lazycell.track(nn.Dense(3, 2))
-            >>> grads = lazycell.grad(net, None, net)(ms.ops.ones((4, 3)))
-            >>> grads = grads.replace(ms.ops.clip_by_global_norm(grads, 1.0))
-            >>> [p.name for p in grads.parameters]
-            ['weight', 'bias']
-        """
-        return Gradients(gradients, self.parameters, self.active)
-
-    def add(self, other: Gradients) -> Gradients:
-        """The sum of two, parameter by parameter; what only one of them has counts as it is.
-
-        So steps with different active branches can be accumulated.
-
-        Args:
-            other: Gradients of the same net, of a later step.
-        """
-        position = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        gradients, parameters, active = list(self), list(self.parameters), list(self.active)
-        for parameter, gradient, reached in zip(other.parameters, other, other.active):
-            index = position.get(id(parameter))
-            if index is None:
-                parameters.append(parameter)
-                gradients.append(gradient)
-                active.append(reached)
-            elif reached:
-                gradients[index] = gradients[index] + gradient if active[index] else gradient
-                active[index] = True
-        return Gradients(gradients, parameters, active)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
-        return self.replace(gradient.copy() for gradient in self)
-
-    def __reduce__(self) -> Any:
-        return tuple, (tuple(self),)
-
-
-class Participant(Protocol):
-    """Someone who wants to know which parameters took part in a step; held weakly."""
-
-    def took_part(self, gradients: Gradients) -> None: ...
-
-
-participants: weakref.WeakSet[Participant] = weakref.WeakSet()
+there is nothing to compute gradients for: {why}. Give value_and_grad() or grad() parameters that the function uses, \
+and that require a gradient."""
 
 
 def value_and_grad(
@@ -126,15 +45,15 @@ def value_and_grad(
     Args:
         fn: The function or cell to differentiate.
         grad_position: As in MindSpore; None for no gradient of an input.
-        weights: What to compute gradients for: a live list, read anew at each call, after the forward
-            pass; a cell, for its touched trainable parameters; or what MindSpore takes: a parameter, a list, a ``ParameterTuple``.
+        weights: What to compute gradients for: a live list, read anew at each call, after the forward pass; a cell,
+            for its touched trainable parameters; or what MindSpore takes: a parameter, a list, a ``ParameterTuple``.
         has_aux: As in MindSpore.
         return_ids: As in MindSpore.
         sens_param: As in MindSpore.
 
     Returns:
-        A function of the arguments of ``fn``. It returns what MindSpore's returns; the gradients of a list of weights are a
-        tuple with an attribute ``parameters``, one for each.
+        A function of the arguments of ``fn``. It returns what MindSpore's returns; the gradients of a list of weights
+        are a tuple with an attribute ``parameters``, one for each.
 
     Raises:
         ValueError: ``grad_position`` and ``weights`` are both None.
@@ -256,12 +175,19 @@ class _GradientFunction:
         finally:
             if reached is not None:
                 active = reached.end()
+        if reached is not None:
+            result = self._without_first(result)
+            del weights[0]
         return self._with_parameters(result, weights, active)
+
+    def _without_first(self, result: Any) -> Any:
+        """A result without the gradient of the first weight."""
+        return self._with_gradients(result, lambda gradients: tuple(gradients)[1:])
 
     def _run_captured(
         self, forward: Callable[..., Any], weights: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """Run the function with arguments that MindSpore doesn't see, so that it records nothing in front of the weights."""
+        """Run the function with arguments that MindSpore doesn't see: it records nothing in front of the weights."""
         sens: dict[str, Any] = {}
         if self._sens_param:
             if "sens" in kwargs:
@@ -277,7 +203,7 @@ class _GradientFunction:
             return self._native(run, weights=weights)(**sens)
 
     def _run_set_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Leave a cell after ``set_grad()`` to MindSpore, which takes the forward pass that it has run before, if any."""
+        """Leave a cell after ``set_grad()`` to MindSpore, which takes the forward pass that has run before, if any."""
         result = self._native(self._fn, weights=self._weights)(*args, **kwargs)
         return self._with_parameters(result, self._now(), None)
 
@@ -334,7 +260,17 @@ class _GradientFunction:
         if not hasattr(self, "_compiled"):
             self._compiled = self._native(self._fn, weights=self._weights)
         result = self._compiled(*args)
-        return self._with_parameters(result, _listed(self._weights), None)
+        if isinstance(self._weights, Parameter):
+            return result
+        weights = _listed(self._weights)
+        return self._with_parameters(result, weights, self._in_forward_graph(weights, args) if participants else None)
+
+    def _in_forward_graph(self, weights: list[Parameter], args: tuple[Any, ...]) -> list[bool]:
+        """Whether each weight is in the graph of the function itself, for these arguments."""
+        if not hasattr(self, "_forward"):
+            self._forward = internals.ForwardGraphs(self._fn)
+        held = set(map(id, self._forward.parameters(args[:-1] if self._sens_param else args)))
+        return [id(weight) in held for weight in weights]
 
     def _positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """All arguments by position, which is all that MindSpore's function takes in Graph mode."""
@@ -362,30 +298,31 @@ class _GradientFunction:
 
     # Both
 
+    def _with_gradients(self, result: Any, change: Callable[[Any], Any]) -> Any:
+        """A result with the gradients of the weights changed."""
+
+        def changed(gradients: Any) -> Any:
+            return (gradients[0], change(gradients[1])) if self._by_position else change(gradients)
+
+        if self._get_value:
+            return result[0], changed(result[1])
+        if self._has_aux:
+            return changed(result[0]), *result[1:]
+        return changed(result)
+
     def _with_parameters(self, result: Any, weights: list[Parameter], active: list[bool] | None) -> Any:
         """MindSpore's result, its gradients of the weights replaced by `Gradients`."""
-        if isinstance(self._weights, Parameter):
+        if isinstance(self._weights, Parameter) or self._return_ids:
             return result
-        pair = self._get_value or self._has_aux
-        gradients = result[1] if self._get_value else result[0] if pair else result
-        if self._by_position:
-            gradients = (gradients[0], self._of(gradients[1], weights, active))
-        else:
-            gradients = self._of(gradients, weights, active)
-        if not pair:
-            return gradients
-        return (result[0], gradients) if self._get_value else (gradients, *result[1:])
 
-    def _of(self, gradients: Any, weights: list[Parameter], active: list[bool] | None) -> Any:
-        if active is not None:  # the first one is the border's
-            weights, gradients = weights[1:], tuple(gradients)[1:]
-        if self._return_ids:
-            return gradients
-        made = Gradients(gradients, weights, active and _verified(gradients, active))
-        if active is not None:
-            for participant in list(participants):
-                participant.took_part(made)
-        return made
+        def known(gradients: Any) -> Gradients:
+            made = Gradients(gradients, weights, active and _verified(gradients, active))
+            if active is not None:
+                for participant in list(participants):
+                    participant.took_part(made)
+            return made
+
+        return self._with_gradients(result, known)
 
 
 class Refusal:

@@ -18,13 +18,13 @@ from lazycell._touching import Structure, is_touched, own_parameters, state_of
 _UNTOUCHED = """\
 the touched parameters of {name} were listed before any forward pass of it had completed, so the list is empty \
 or incomplete. Call the net or a gradient function over it once, or lazycell.dry_run(net, inputs), before \
-you build an optimizer or a graph from the list; or build the optimizer as lazycell.LazyOptimizer(nn.Adam, net, ...), \
-which waits for the first forward pass. To count parameters, use get_parameters(), which lists all of them; to freeze \
-them, lazycell.freeze()."""
+you build an optimizer or a graph from the list; or build the optimizer as lazycell.LazyOptimizer(nn.Adam, net), which \
+waits for the first forward pass. To count parameters, use get_parameters(), which lists all of them; to freeze them, \
+lazycell.freeze()."""
 
 _BUILT_IN = """\
-a function was compiled with the touched parameters of {name} before anything had touched one, so it computes gradients \
-of nothing. Call the net, or lazycell.dry_run(net, inputs), and then the function again."""
+a function was compiled with the touched parameters of {name} before anything had touched one, so it computes \
+gradients of nothing. Call the net, or lazycell.dry_run(net, inputs), and then the function again."""
 
 
 class TouchedParameters(list[Parameter]):
@@ -136,7 +136,8 @@ class TouchedParameters(list[Parameter]):
 
     def graph_finished(self, forget: internals.Forget) -> None:
         """Have a graph compiled again that was built with another list than this is now."""
-        if not any(is_touched(p) or not tracked for p, tracked in self._known):  # gradients of nothing leave a graph of nothing
+        used = (is_touched(p) or not tracked for p, tracked in self._known)
+        if not any(used):  # gradients of nothing leave a graph of nothing
             raise UntouchedError(_BUILT_IN.format(name=self._name()))
         if list(map(id, self._built_in)) != list(map(id, self[:])):
             raise internals.StaleGraph

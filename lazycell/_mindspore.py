@@ -14,6 +14,7 @@ import operator
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
@@ -865,8 +866,9 @@ def not_differentiated(tensors: list[Tensor]) -> Iterator[None]:
 class Reached:
     """Which parameters a gradient arrives at, while MindSpore computes the gradients of a list of them.
 
-    MindSpore calls a parameter's hooks when its gradient has arrived, and at the end, in the order of the list, those of the
-    parameters that none has arrived at, with zeros. A parameter that nobody uses, first in the list, marks the border.
+    MindSpore calls a parameter's hooks when its gradient has arrived, and at the end, in the order of the list, those
+    of the parameters that none has arrived at, with zeros. A parameter that nobody uses, first in the list, marks the
+    border.
     """
 
     def __init__(self) -> None:
@@ -896,6 +898,24 @@ class Reached:
             return [True] * len(self._parameters)
         arrived = set(self._called[: self._called.index(border)])
         return [id(parameter) in arrived for parameter in self._parameters]
+
+
+class ForwardGraphs:
+    """Which parameters the graphs of a function hold; it is compiled once more for that, and never run.
+
+    The graph of its gradients holds every parameter that gradients are asked for, used or not.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        def forward(*args):  # type: ignore[no-untyped-def]  # MindSpore's compiler parses this
+            return function(*args)
+
+        self._executor = _api._JitExecutor(forward, time.time_ns())
+
+    def parameters(self, args: tuple[Any, ...]) -> list[Parameter]:
+        """The parameters of the graph that these arguments run."""
+        phase = self._executor.compile("forward", *args)
+        return list(self._executor._graph_executor.get_params(phase).values())
 
 
 # ---------------------------------------------------------------------------------------------

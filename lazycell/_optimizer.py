@@ -5,177 +5,39 @@ from __future__ import annotations
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MethodType
 from typing import Any
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
-from lazycell import _deferral
-from lazycell import _gradient
 from lazycell import _mindspore as internals
 from lazycell import _reading
+from lazycell._aligned import Gradients, participants
 from lazycell._errors import LazyCellError, UntouchedError
-from lazycell._gradient import Gradients
-from lazycell._live import TouchedParameters
+from lazycell._gradient import Refusal
+from lazycell._groups import Groups, OptimizerParameters
 from lazycell._touching import touch_order
 
 _MOST_SETS = 64  # of parameters that took part together, for which a native optimizer is kept
 
 _UNBORN = """\
-LazyOptimizer({factory}) has no {name} yet: none of its parameters has been touched, so there is no {factory}. Call the net, \
-or lazycell.dry_run(net, inputs), before."""
+LazyOptimizer({factory}) has no {name} yet: none of its parameters has been touched, so there is no {factory}. Call \
+the net, or lazycell.dry_run(net, inputs), before."""
 
 _COUNT = """\
 LazyOptimizer({factory}) got {given} gradients for {wanted} parameters: {detail}. Give it the gradients of its own \
 parameters, as lazycell.value_and_grad(fn, None, optimizer.parameters) computes them. Nothing was updated."""
 
 _SHAPE = """\
-the gradient of {name} has shape {given}, but the parameter has shape {wanted}: the gradients are those of another net, or \
-in another order. Nothing was updated."""
+the gradient of {name} has shape {given}, but the parameter has shape {wanted}: the gradients are those of another \
+net, or in another order. Nothing was updated."""
 
 
 class _Unborn(UntouchedError, AttributeError):
     """An attribute of the native optimizer was asked for before there is one."""
 
     __module__ = "lazycell"
-
-
-# ---------------------------------------------------------------------------------------------
-# Parameter groups
-
-
-class _Group:
-    """One parameter group: where its members come from, which of them count, and its options."""
-
-    def __init__(self, members: Any, options: dict[str, Any]) -> None:
-        self.options = options
-        self.source: TouchedParameters | list[Parameter] | None = None
-        self.accepts: Callable[[Parameter], bool] | None = None
-        if isinstance(members, tuple) and len(members) == 2 and _is_predicate(members[1]):
-            members, self.accepts = members
-        if _is_predicate(members):
-            self.accepts = members
-        else:
-            self.source = _source(members)
-
-    def candidates(self) -> list[tuple[Parameter, bool]]:
-        """What its source may come to hold, each with whether its use can be tracked."""
-        if isinstance(self.source, TouchedParameters):
-            return list(self.source._candidates())
-        return [(parameter, _deferral.is_deferred(parameter)) for parameter in self.source or ()]
-
-
-def _is_source(value: Any) -> bool:
-    return isinstance(value, (TouchedParameters, nn.Cell, Parameter))
-
-
-def _is_predicate(value: Any) -> bool:
-    return callable(value) and not _is_source(value)
-
-
-def _source(members: Any) -> TouchedParameters | list[Parameter]:
-    if isinstance(members, nn.Cell):
-        return TouchedParameters(members)
-    if isinstance(members, TouchedParameters):
-        return members
-    if isinstance(members, Parameter):
-        return [members]
-    found = list(members) if isinstance(members, Iterable) else [members]
-    for member in found:
-        if not isinstance(member, Parameter):
-            raise TypeError(
-                "LazyOptimizer takes a live list, a cell, parameters, or groups (dicts) whose params are one of these, a "
-                f"predicate, or a pair (live list, predicate); but got {type(member).__name__}."
-            )
-    return found
-
-
-class _Groups:
-    """The parameter groups of an optimizer, as they were given."""
-
-    def __init__(self, params: Any) -> None:
-        given = list(params) if isinstance(params, Iterable) and not _is_source(params) else params
-        self.named = not _is_source(given) and isinstance(given, list) and any(isinstance(e, dict) for e in given)
-        self.groups: list[_Group] = []
-        self.order: _Group | None = None
-        if isinstance(given, list) and not _is_source(given) and not given:
-            raise LazyCellError("LazyOptimizer got an empty list: there are no parameters to update.")
-        self.add(given if self.named else [{"params": given}])
-
-    def add(self, entries: list[Any]) -> None:
-        """Add groups."""
-        for entry in entries:
-            self._add(entry)
-        if any(group.source is None for group in self.groups) and not self.sources():
-            raise LazyCellError(
-                "a parameter group was given as a predicate, and no other group says over which parameters: give it as a "
-                "pair (live list, predicate)."
-            )
-
-    def _add(self, entry: Any) -> None:
-        if not isinstance(entry, dict) or not {"params", "order_params"} & entry.keys():
-            raise TypeError(f"a parameter group is a dict with an entry 'params', but got {entry!r:.100}.")
-        if "order_params" in entry:
-            self.order = _Group(entry["order_params"], {})
-        else:
-            self.groups.append(_Group(entry["params"], {key: entry[key] for key in entry if key != "params"}))
-
-    def sources(self) -> list[_Group]:
-        """All that parameters come from."""
-        return [group for group in (*self.groups, self.order) if group is not None and group.source is not None]
-
-    def members(self) -> list[list[tuple[Parameter, bool]]]:
-        """For each group what it may come to hold.
-
-        Raises:
-            LazyCellError: Two groups claim one parameter.
-        """
-        listed = [group.candidates() for group in self.groups]
-        everything = {id(p): (p, t) for group in self.sources() for p, t in group.candidates()}
-        owner: dict[int, int] = {}
-        for index, group in enumerate(self.groups):  # those who choose come first; lists get what is left
-            if group.source is None and group.accepts is not None:
-                listed[index] = [(p, t) for p, t in everything.values() if id(p) not in owner and group.accepts(p)]
-                owner.update((id(p), index) for p, _ in listed[index])
-        for index, group in enumerate(self.groups):
-            if group.source is not None:
-                rest = [(p, t) for p, t in listed[index] if group.accepts is None or group.accepts(p)]
-                listed[index] = []
-                for p, t in rest:
-                    other = owner.setdefault(id(p), index)
-                    if other != index and self.groups[other].source is not None:
-                        raise LazyCellError(f"{p.name} is in two parameter groups, {other} and {index}.")
-                    if other == index:
-                        listed[index].append((p, t))
-        return listed
-
-
-class _OptimizerParameters(TouchedParameters):
-    """The touched parameters of an optimizer that require a gradient, group by group: a live list."""
-
-    def __init__(self, groups: _Groups, factory: str) -> None:
-        list.__init__(self)
-        self._groups, self._factory = groups, factory
-        self._watch()
-
-    def _candidates(self) -> Iterator[tuple[Parameter, bool]]:
-        members = {id(p): (p, t) for group in self._groups.members() for p, t in group}
-        if self._groups.order is not None:
-            first = [id(p) for p, _ in self._groups.order.candidates() if id(p) in members]
-            members = {key: members[key] for key in (*first, *members)}
-        return iter(members.values())
-
-    def has_completed(self) -> bool:
-        lists = [group.source for group in self._groups.sources() if isinstance(group.source, TouchedParameters)]
-        return any(source.has_completed() for source in lists) or len(lists) < len(self._groups.sources())
-
-    def _name(self) -> str:
-        return f"LazyOptimizer({self._factory})"
-
-
-# ---------------------------------------------------------------------------------------------
-# The optimizer
 
 
 class _Construct:
@@ -203,23 +65,24 @@ _classes: dict[type, type] = {}
 class LazyOptimizer(nn.Cell):  # type: ignore[misc]
     """An optimizer of any of MindSpore's classes that may be built before anything ran.
 
-    The native optimizer comes into being at the first step, over what was touched by then. What is touched
-    later joins with fresh state, and all that exists is carried over: moments, ``global_step``, powers of beta, schedules.
-    What is frozen leaves, and finds its state when it comes back.
+    The native optimizer comes into being at the first step, over what was touched by then. What is touched later joins
+    with fresh state, and all that exists is carried over: moments, ``global_step``, powers of beta, schedules. What is
+    frozen leaves, and finds its state when it comes back.
 
-    A parameter that took no part in a step is not updated: no decay, no momentum; value and state
-    stay bit for bit as they were. Which ones took part is known of gradients that `value_and_grad` or `grad` computed since the last
-    step, also when they have been clipped or accumulated meanwhile; of others all count as taking part. Inside
-    a jitted function and in ``TrainOneStepCell`` under Graph mode, all do.
+    A parameter that took no part in a step is not updated: no decay, no momentum; value and state stay bit for bit as
+    they were. Which ones took part is known of gradients that `value_and_grad` or `grad` computed since the last step,
+    also when they have been clipped or accumulated meanwhile; of others all count as taking part. In Graph mode, what
+    is in the graph of the function takes part. An optimizer that is itself inside a graph, as in a jitted training step
+    or in ``TrainOneStepCell`` under Graph mode, updates all that it holds.
 
     All attributes of the native optimizer can be asked for, and ``isinstance(optimizer, factory)`` holds. State that
     an optimizer class of your own keeps must be in parameters, as MindSpore's is.
 
     Args:
         factory: A class of optimizers: of ``nn``, ``mint.optim``, ``experimental.optim``, or your own.
-        params: A live list, a cell, a list of parameters, or parameter groups: dicts whose ``"params"`` are one of these, a predicate
-            ``lambda p: ...`` over what the other groups list, or a pair (live list, predicate). A predicate that
-            stands alone comes before lists: they get what it leaves.
+        params: A live list, a cell, a list of parameters, or parameter groups: dicts whose ``"params"`` are one of
+            these, a predicate ``lambda p: ...`` over what the other groups list, or a pair (live list, predicate). A
+            predicate that stands alone comes before lists: they get what it leaves.
         args: What ``factory`` takes after the parameters.
         activity: Whether parameters that took no part in a step are left alone. False gives MindSpore's behaviour.
         kwargs: What ``factory`` takes by name.
@@ -245,6 +108,7 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         ['0.bias', '1.bias', '0.weight', '1.weight']
     """
 
+    __module__ = "lazycell"
     construct = _Construct()
 
     def __new__(cls, factory: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -265,10 +129,10 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         self._natives: OrderedDict[tuple[int, ...], nn.Cell] = OrderedDict()
         self._seen: set[int] = set()  # by a gradient function since the last step
         self._active: set[int] = set()  # of these, what took part
-        self._groups = _Groups(params)
-        vars(self)["parameters"] = _OptimizerParameters(self._groups, factory.__name__)
+        self._groups = Groups(params)
+        self.__dict__["parameters"] = OptimizerParameters(self._groups, factory.__name__)
         if activity:
-            _gradient.participants.add(self)
+            participants.add(self)
 
     def __call__(self, gradients: Any, *args: Any) -> Any:
         """Update the parameters that took part.
@@ -359,7 +223,7 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         if not self.parameters[:]:
             raise self._unborn(name)
         native = self._native_for(self.parameters[:])
-        vars(self)["native"] = native
+        self.__dict__["native"] = native
         return native
 
     def _build(self, parameters: list[Parameter]) -> nn.Cell:
@@ -418,11 +282,11 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
             group.update((key, value) for key, value in options if key != "params" and not _is_of_parameters(value))
 
     def _build_in(self) -> bool:
-        """Get ready for a graph that is being compiled; False if there is nothing to put in, and the graph is refused."""
+        """Get ready for a graph that is being compiled; if there is nothing to put in, it is refused: False."""
         try:
             self._whole("construct")
         except _Unborn as error:
-            _reading.note_in_compilation(_gradient.Refusal(error))
+            _reading.note_in_compilation(Refusal(error))
             return False
         self.parameters.note_built_in()
         return True
@@ -456,10 +320,10 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
 
     # Checkpoints
 
-    def state_dict(self) -> dict[str, Parameter]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Parameter]:
         """The optimizer's state by name, as ``"moment1.fc.weight"``; what was loaded and isn't needed yet included.
 
-        It goes into ``mindspore.save_checkpoint(optimizer, path)`` or, with other things, into ``append_dict``.
+        ``mindspore.save_checkpoint(optimizer, path)`` saves the same.
         """
         if self.parameters[:]:
             self._whole("state_dict")
@@ -498,7 +362,6 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
             else:
                 self._params[name] = Parameter(Tensor(value), name=name, requires_grad=False)
 
-
     def _foreign(self, names: list[str]) -> list[str]:
         """Which names of states can't be those of any parameter here."""
         suffixes = tuple("." + parameter.name for parameter, _ in self.parameters._known)
@@ -508,8 +371,8 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         foreign = self._foreign(names)
         if foreign:
             raise LazyCellError(
-                f"{len(foreign)} entries of the state that was loaded belong to nothing here, {foreign[0]!r} first: the "
-                "checkpoint is that of another optimizer or net. strict=False leaves them out."
+                f"{len(foreign)} entries of the state that was loaded belong to nothing here, {foreign[0]!r} first: "
+                "the checkpoint is that of another optimizer or net. strict=False leaves them out."
             )
 
 

@@ -6,7 +6,7 @@ import copy
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any, Protocol
 

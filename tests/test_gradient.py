@@ -17,7 +17,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
 from strategies import Block, build, inputs, must_touch, plans
 
 import lazycell
-from lazycell import _gradient
+from lazycell import _aligned, _gradient
 from lazycell import _mindspore as internals
 
 pytestmark = pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
@@ -43,7 +43,7 @@ class Branches(lazycell.LazyCell):
 class Participant:
     """Somebody who wants to know what took part."""
 
-    def took_part(self, gradients: lazycell._gradient.Gradients) -> None:
+    def took_part(self, gradients: lazycell._aligned.Gradients) -> None:
         """Part of the interface."""
 
 
@@ -51,9 +51,9 @@ class Participant:
 def watched() -> object:
     """Which parameters take part is looked at."""
     participant = Participant()
-    _gradient.participants.add(participant)
+    _aligned.participants.add(participant)
     yield participant
-    _gradient.participants.discard(participant)
+    _aligned.participants.discard(participant)
 
 
 def as_given(how: str, x: Tensor) -> tuple[tuple, dict]:
@@ -287,6 +287,22 @@ def test_what_took_part(watched: object) -> None:
     assert active(lambda x: (net.head(x) ** 2).sum(), [net.dead.weight, net.head.weight]) == {"head.weight"}
     lazycell.freeze(net.trunk)
     assert active(lambda x: net(x).sum()) == head
+
+
+def test_what_took_part_in_graph_mode(watched: object) -> None:
+    """What is in the graph of the function, whichever graph runs."""
+    net = Branches()
+    ms.set_context(mode=ms.GRAPH_MODE)
+
+    def loss(x, flag):
+        return net(x, flag).sum(), x
+
+    function = lazycell.value_and_grad(loss, None, net, has_aux=True)
+    for flag in (False, True, False, True, False):
+        _, gradients = function(ones(4, 3), flag)
+        took = {p.name for p, a in zip(gradients.parameters, gradients.active) if a}
+        assert {name.split(".")[0] for name in took} == {"trunk", "head"} | ({"branch"} if flag else set())
+    assert len(gradients) == 6
 
 
 @pytest.mark.parametrize("inner", ["jit", "recompute", "to_float", "hooks", "bprop"])
@@ -600,7 +616,7 @@ def test_keywords_in_graph_mode() -> None:
 class TestGradients:
     """The tuple that knows its parameters."""
 
-    def made(self, flag: bool = False) -> lazycell._gradient.Gradients:
+    def made(self, flag: bool = False) -> lazycell._aligned.Gradients:
         """Gradients of a net with branches."""
         self.net = getattr(self, "net", None) or Branches()
         return lazycell.grad(lambda x: self.net(x, flag).sum(), None, self.net)(ones(4, 3))

@@ -20,7 +20,8 @@ from lazycell import _cli, _demo
 PACKAGE = Path(lazycell.__file__).parent
 ORDER = (
     "_errors", "_mindspore", "_deferral", "_touching", "_reading", "_tracking", "_construction", "_layers",
-    "_registry", "_live", "_cell", "_dry_run", "_demo", "_cli", "__main__",
+    "_registry", "_live", "_cell", "_dry_run", "_freezing", "_aligned", "_gradient", "_groups", "_optimizer", "_demo",
+    "_cli", "__main__",
 )  # fmt: skip
 
 
@@ -33,11 +34,16 @@ def test_public_names() -> None:
         "LazyCell",
         "LazyCellError",
         "LazyCellWarning",
+        "LazyOptimizer",
         "TouchedParameters",
         "UntouchedError",
         "UntouchedWarning",
         "UnusedLayerWarning",
         "dry_run",
+        "freeze",
+        "freeze_state",
+        "grad",
+        "load_freeze_state",
         "materialize",
         "optional",
         "registry",
@@ -45,6 +51,8 @@ def test_public_names() -> None:
         "spec",
         "track",
         "trainable_params",
+        "unfreeze",
+        "value_and_grad",
     ]
     for name in lazycell.__all__:
         public = getattr(lazycell, name)
@@ -106,7 +114,7 @@ print("same")
 
 
 @pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
-@pytest.mark.parametrize("module", ["_registry", "_live", "_layers", "_cell", "_errors", "_dry_run"])
+@pytest.mark.parametrize("module", ORDER[:-2])
 def test_examples_in_docstrings_run(module: str) -> None:
     """Every ``>>>`` example gives what it says."""
     assert doctest.testmod(importlib.import_module(f"lazycell.{module}")).failed == 0

@@ -1,0 +1,141 @@
+"""The parameter groups of an optimizer: who belongs to them, now and later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from mindspore import Parameter, nn
+
+from lazycell import _deferral
+from lazycell._errors import LazyCellError
+from lazycell._live import TouchedParameters
+
+
+class Group:
+    """One parameter group: where its members come from, which of them count, and its options."""
+
+    def __init__(self, members: Any, options: dict[str, Any]) -> None:
+        self.options = options
+        self.source: TouchedParameters | list[Parameter] | None = None
+        self.accepts: Callable[[Parameter], bool] | None = None
+        if isinstance(members, tuple) and len(members) == 2 and _is_predicate(members[1]):
+            members, self.accepts = members
+        if _is_predicate(members):
+            self.accepts = members
+        else:
+            self.source = _source(members)
+
+    def candidates(self) -> list[tuple[Parameter, bool]]:
+        """What its source may come to hold, each with whether its use can be tracked."""
+        if isinstance(self.source, TouchedParameters):
+            return list(self.source._candidates())
+        return [(parameter, _deferral.is_deferred(parameter)) for parameter in self.source or ()]
+
+
+def _is_source(value: Any) -> bool:
+    return isinstance(value, (TouchedParameters, nn.Cell, Parameter))
+
+
+def _is_predicate(value: Any) -> bool:
+    return callable(value) and not _is_source(value)
+
+
+def _source(members: Any) -> TouchedParameters | list[Parameter]:
+    if isinstance(members, nn.Cell):
+        return TouchedParameters(members)
+    if isinstance(members, TouchedParameters):
+        return members
+    if isinstance(members, Parameter):
+        return [members]
+    found = list(members) if isinstance(members, Iterable) else [members]
+    for member in found:
+        if not isinstance(member, Parameter):
+            raise TypeError(
+                "LazyOptimizer takes a live list, a cell, parameters, or groups (dicts) whose params are one of "
+                f"these, a predicate, or a pair (live list, predicate); but got {type(member).__name__}."
+            )
+    return found
+
+
+class Groups:
+    """The parameter groups of an optimizer, as they were given."""
+
+    def __init__(self, params: Any) -> None:
+        given = list(params) if isinstance(params, Iterable) and not _is_source(params) else params
+        self.named = not _is_source(given) and isinstance(given, list) and any(isinstance(e, dict) for e in given)
+        self.groups: list[Group] = []
+        self.order: Group | None = None
+        if isinstance(given, list) and not _is_source(given) and not given:
+            raise LazyCellError("LazyOptimizer got an empty list: there are no parameters to update.")
+        self.add(given if self.named else [{"params": given}])
+
+    def add(self, entries: list[Any]) -> None:
+        """Add groups."""
+        for entry in entries:
+            self._add(entry)
+        if any(group.source is None for group in self.groups) and not self.sources():
+            raise LazyCellError(
+                "a parameter group was given as a predicate, and no other group says over which parameters: give it as "
+                "a pair (live list, predicate)."
+            )
+
+    def _add(self, entry: Any) -> None:
+        if not isinstance(entry, dict) or not {"params", "order_params"} & entry.keys():
+            raise TypeError(f"a parameter group is a dict with an entry 'params', but got {entry!r:.100}.")
+        if "order_params" in entry:
+            self.order = Group(entry["order_params"], {})
+        else:
+            self.groups.append(Group(entry["params"], {key: entry[key] for key in entry if key != "params"}))
+
+    def sources(self) -> list[Group]:
+        """All that parameters come from."""
+        return [group for group in (*self.groups, self.order) if group is not None and group.source is not None]
+
+    def members(self) -> list[list[tuple[Parameter, bool]]]:
+        """For each group what it may come to hold.
+
+        Raises:
+            LazyCellError: Two groups claim one parameter.
+        """
+        listed = [group.candidates() for group in self.groups]
+        everything = {id(p): (p, t) for group in self.sources() for p, t in group.candidates()}
+        owner: dict[int, int] = {}
+        for index, group in enumerate(self.groups):  # those who choose come first; lists get what is left
+            if group.source is None and group.accepts is not None:
+                listed[index] = [(p, t) for p, t in everything.values() if id(p) not in owner and group.accepts(p)]
+                owner.update((id(p), index) for p, _ in listed[index])
+        for index, group in enumerate(self.groups):
+            if group.source is not None:
+                rest = [(p, t) for p, t in listed[index] if group.accepts is None or group.accepts(p)]
+                listed[index] = []
+                for p, t in rest:
+                    other = owner.setdefault(id(p), index)
+                    if other != index and self.groups[other].source is not None:
+                        raise LazyCellError(f"{p.name} is in two parameter groups, {other} and {index}.")
+                    if other == index:
+                        listed[index].append((p, t))
+        return listed
+
+
+class OptimizerParameters(TouchedParameters):
+    """The touched parameters of an optimizer that require a gradient, group by group: a live list."""
+
+    def __init__(self, groups: Groups, factory: str) -> None:
+        list.__init__(self)
+        self._groups, self._factory = groups, factory
+        self._watch()
+
+    def _candidates(self) -> Iterator[tuple[Parameter, bool]]:
+        members = {id(p): (p, t) for group in self._groups.members() for p, t in group}
+        if self._groups.order is not None:
+            first = [id(p) for p, _ in self._groups.order.candidates() if id(p) in members]
+            members = {key: members[key] for key in (*first, *members)}
+        return iter(members.values())
+
+    def has_completed(self) -> bool:
+        lists = [group.source for group in self._groups.sources() if isinstance(group.source, TouchedParameters)]
+        return any(source.has_completed() for source in lists) or len(lists) < len(self._groups.sources())
+
+    def _name(self) -> str:
+        return f"LazyOptimizer({self._factory})"
