@@ -408,6 +408,44 @@ def test_a_live_list_in_a_cell_that_is_compiled() -> None:
     assert len(step(X)) == len(net.trainable_params()) == 14
 
 
+def test_a_live_list_that_the_compilation_of_a_cell_fills() -> None:
+    """A graph holds both sides of a branch on a tensor, of which a call before took one: it is compiled again."""
+
+    class Both(lazycell.LazyCell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.b, self.a = nn.Dense(4, 4), nn.Dense(4, 4)
+
+        def construct(self, x):
+            if x.sum() > 0:
+                return self.a(x)
+            return self.b(x)
+
+    class Step(nn.Cell):
+        def __init__(self, net: nn.Cell, weights: list[Parameter]) -> None:
+            super().__init__(auto_prefix=False)
+            self.net, self.weights = net, weights
+            self.gradient = ops.GradOperation(get_by_list=True)
+
+        def construct(self, x):
+            return self.gradient(self.net, self.weights)(x)
+
+    net, x = Both(), ops.ones((2, 4))
+    net(x)
+    live = net.trainable_params()
+    expected = ms.grad(net, None, [net.a.weight, net.a.bias])(x)
+    assert names(live) == ["a.weight", "a.bias"]
+    ms.set_context(mode=ms.GRAPH_MODE)
+    step = Step(net, live)
+    for _ in range(2):
+        gradients = step(x)
+        assert names(live) == ["b.weight", "b.bias", "a.weight", "a.bias"]
+        assert [bits(g) for g in gradients[2:]] == [bits(g) for g in expected]
+        assert not any(g.asnumpy().any() for g in gradients[:2])
+    lazycell.freeze(net.b)
+    assert [bits(g) for g in step(x)] == [bits(g) for g in expected]
+
+
 def test_a_parameter_that_is_touched_after_a_list_was_built_in() -> None:
     """A compiled gradient function is compiled anew at its next call."""
 

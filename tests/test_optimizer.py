@@ -132,6 +132,24 @@ def test_the_usual_loop(name: str, mode: str) -> None:
     assert_same(pruned, net)
 
 
+def test_mindspores_own_gradient_functions() -> None:
+    """They take the optimizer's live list as any other; what took part isn't known then, so all does."""
+    pruned, net = pair()
+    optimizer = lazycell.LazyOptimizer(nn.Momentum, net, 0.1, 0.9)
+    function = ms.value_and_grad(loss_of(net), None, optimizer.parameters)
+    by_hand = nn.Momentum([p for p in pruned.trainable_params() if "branch" not in p.name], 0.1, 0.9)
+    expected = ms.value_and_grad(loss_of(pruned), None, by_hand.parameters)
+    for step in range(10):
+        optimizer(function(batch(step))[1])
+        by_hand(expected(batch(step))[1])
+    assert is_deferred(net.branch.weight)
+    assert_same(pruned, net)
+    optimizer(function(batch(10), True)[1])
+    before = bits(net.branch.weight)
+    optimizer(function(batch(11))[1])
+    assert bits(net.branch.weight) != before
+
+
 @pytest.mark.parametrize(
     ("name", "mode", "how"),
     [(name, "PyNative", how) for name in ("Momentum", "AdamWeightDecay", "experimental.AdamW", "Adam", "SGD")
