@@ -83,7 +83,7 @@ def test_draws_are_as_recorded(name: str) -> None:
         none = stream() == after
         init._numpy_seed()
         draws[factor] = 0 if none else 1 if stream() == after else None
-    expected = 0 if name in internals._NO_DRAW else 1 if name in internals._ONE_DRAW else None
+    expected = 0 if name in internals._draws._NO_DRAW else 1 if name in internals._draws._ONE_DRAW else None
     assert draws == {1: expected, 5: expected}
 
 

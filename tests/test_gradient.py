@@ -423,7 +423,7 @@ def test_arguments_that_must_be_seen() -> None:
         source(keeping, None, [net.third.weight])(ones(4, 3))
         with pytest.raises(RuntimeError, match="backward the graph twice"):
             source(net, None, [net.third.weight])(kept[-1])
-        internals._api._pynative_executor.clear_res()
+        internals._versions.api._pynative_executor.clear_res()
 
 
 @pytest.mark.parametrize("where", ["cell", "tensor", "input"])
@@ -459,7 +459,7 @@ def test_hooks_on_frozen_layers(where: str) -> None:
     gradients = lazycell.grad(net, None, weights)(ones(4, 3))
     assert len(calls) == 2 * called
     assert [bits(g) for g in gradients] == [bits(g) for g in expected]
-    assert Tensor.register_hook is internals._register_hook
+    assert Tensor.register_hook is internals._recording._register_hook
 
 
 def test_inside_other_differentiated_functions() -> None:
@@ -502,7 +502,7 @@ def test_an_exception_in_the_forward_pass() -> None:
     net(ones(4, 3))
     lazycell.freeze(net.first)
     expected = lazycell.grad(net, None, net)(ones(4, 3))
-    executor = internals._api._pynative_executor
+    executor = internals._versions.api._pynative_executor
 
     def failing(x):
         net(x)

@@ -123,5 +123,5 @@ def test_work_per_layer_does_not_grow(which: str) -> None:
 def test_the_guard_of_older_versions_is_needed_only_there() -> None:
     """From MindSpore 2.9 on nothing of MindSpore stays replaced."""
     Net(1)
-    executor = _mindspore._api._pynative_executor
+    executor = _mindspore._versions.api._pynative_executor
     assert ("run_op_async" in vars(executor)) == (not _mindspore.OPERATORS_ASK)

@@ -24,8 +24,8 @@ class Net(lazycell.LazyCell):
 @pytest.mark.parametrize("use", [Net, lambda: lazycell.track(nn.Dense(2, 2))])
 def test_a_version_that_lacks_something(use, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the first use, one error says what is missing and which versions were tested."""
-    monkeypatch.setattr(_mindspore, "_checked", [])
-    monkeypatch.setattr(_mindspore, "_NEEDED", ((nn.Cell, ("_self_check", "_renamed_in_3_0")),))
+    monkeypatch.setattr(_mindspore._versions, "_checked", [])
+    monkeypatch.setattr(_mindspore._versions, "_NEEDED", ((nn.Cell, ("_self_check", "_renamed_in_3_0")),))
     monkeypatch.setattr(mindspore, "__version__", "3.0.0")
     message = r"MindSpore 3\.0\.0 lacks _renamed_in_3_0, .*tested on MindSpore 2\.7\.1, 2\.8\.0, 2\.9\.0 and 2\.10\.0"
     for _ in range(2):
@@ -35,7 +35,7 @@ def test_a_version_that_lacks_something(use, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_newer_version_that_has_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """It works."""
-    monkeypatch.setattr(_mindspore, "_checked", [])
+    monkeypatch.setattr(_mindspore._versions, "_checked", [])
     monkeypatch.setattr(mindspore, "__version__", "3.0.0")
     assert len(Net().trainable_params()) == 0
 

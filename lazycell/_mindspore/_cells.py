@@ -1,0 +1,104 @@
+"""Cells: their classes, their statistics, and the parameters they hold in whatever attribute."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, cast
+
+from mindspore import Parameter, ParameterTuple, nn
+
+
+def subclass_unseen(base: type, namespace: dict[str, Any]) -> type:
+    """Subclass a class without running its ``__init_subclass__`` or its metaclass's ``__new__``.
+
+    Model registries hang on both, and must not see a class that the user never wrote.
+
+    Raises:
+        TypeError: The class can't be subclassed this way (its instances have another layout).
+    """
+    made = type.__new__(type(base), base.__name__, (nn.Cell,), namespace)
+    made.__bases__ = (base,)
+    return made
+
+
+_STATISTICS = frozenset(("moving_mean", "moving_variance", "running_mean", "running_var"))
+_ADD_FLAGS = "add_flags_recursive"  # how set_train() reaches a cell
+
+
+def has_statistics(cell: nn.Cell) -> bool:
+    """Whether a cell keeps moving statistics, as batch normalization does."""
+    return not _STATISTICS.isdisjoint(cell._params) or not _STATISTICS.isdisjoint(cell._buffers)
+
+
+def _without_training(cell: nn.Cell, **flags: Any) -> nn.Cell:
+    vars(cell)["_lazycell_training"] = flags.pop("training", vars(cell)["_lazycell_training"])
+    return cast(nn.Cell, type(cell).add_flags_recursive(cell, **flags))
+
+
+def statistics_are_still(cell: nn.Cell) -> bool:
+    """Whether `hold_statistics` is in force."""
+    return _ADD_FLAGS in vars(cell)
+
+
+def hold_statistics(cell: nn.Cell) -> None:
+    """Let a cell use its moving statistics, and leave them as they are, also after ``set_train(True)``."""
+    if not statistics_are_still(cell):
+        vars(cell)["_lazycell_training"] = cell.training
+        cell.add_flags_recursive(training=False)
+        vars(cell)[_ADD_FLAGS] = functools.partial(_without_training, cell)  # copies of the cell get one of their own
+        if getattr(cell, "use_batch_statistics", None):
+            vars(cell)["_lazycell_batch"] = True
+            cell.use_batch_statistics = False
+
+
+def release_statistics(cell: nn.Cell) -> None:
+    """Undo `hold_statistics`: the cell trains if its net does."""
+    if statistics_are_still(cell):
+        del vars(cell)[_ADD_FLAGS]
+        cell.add_flags_recursive(training=vars(cell).pop("_lazycell_training"))
+        if vars(cell).pop("_lazycell_batch", False):
+            cell.use_batch_statistics = True
+
+
+def parameters_held(cell: nn.Cell) -> list[Parameter]:
+    """The parameters that a cell and all below it hold, in whatever attribute."""
+    found: dict[int, Parameter] = {}
+
+    def note(parameter: Parameter) -> Parameter:
+        found[id(parameter)] = parameter
+        return parameter
+
+    _map_parameters(cell, note)
+    return list(found.values())
+
+
+def replace_parameters(cell: nn.Cell, table: dict[int, Parameter]) -> None:
+    """Let a cell and all below it hold other parameters; ``table`` gives them by the id of those to be replaced."""
+    _map_parameters(cell, lambda parameter: table.get(id(parameter), parameter))
+
+
+def _map_parameters(cell: nn.Cell, replace: Callable[[Parameter], Parameter]) -> None:
+    for _, current in cell.cells_and_names():
+        for name, parameter in list(current._params.items()):
+            if parameter is not None:
+                current._params[name] = replace(parameter)
+        for name, value in list(vars(current).items()):
+            if name not in ("_params", "_cells"):
+                vars(current)[name] = _mapped(value, replace)
+
+
+def _mapped(value: Any, replace: Callable[[Parameter], Parameter]) -> Any:
+    if isinstance(value, Parameter):
+        return replace(value)
+    if type(value) is dict:
+        value.update((key, _mapped(item, replace)) for key, item in list(value.items()))
+        return value
+    if type(value) is list:
+        value[:] = [_mapped(item, replace) for item in value]
+        return value
+    if type(value) in (tuple, ParameterTuple):
+        mapped = [_mapped(item, replace) for item in value]
+        return value if all(map(operator.is_, mapped, value)) else type(value)(mapped)
+    return value

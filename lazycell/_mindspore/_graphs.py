@@ -1,0 +1,174 @@
+"""Graphs: when they are compiled, what they hold, and how to have them compiled again."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from mindspore import Parameter, nn
+
+from lazycell._mindspore._running import asked_by, is_compiling, module_of, stack
+from lazycell._mindspore._versions import api
+
+
+def finished_graph(frame: FrameType | None) -> tuple[nn.Cell, list[Parameter]] | None:
+    """The cell that has just been compiled, and the parameters of its graph.
+
+    MindSpore ends a cell's compilation with ``init_parameters_data()`` on it: a walk through the whole tree, at a
+    time when the graph knows its parameters. ``frame`` is the one that may be that walk.
+    """
+    if frame is None or frame.f_code.co_name != "init_parameters_data":
+        return None
+    compiling = asked_by(frame)
+    if compiling is None or not is_compiling(compiling):
+        return None
+    graphs = compiling.f_locals["self"]._graph_executor
+    return compiling.f_locals["obj"], list(graphs.get_params(compiling.f_locals["phase"]).values())
+
+
+def when_cell_is_compiled(cell: nn.Cell, finished: Callable[[FrameType], None]) -> None:
+    """Ask for a call once a cell that is being compiled is compiled, with a frame for `finished_graph`."""
+    vars(cell)["init_parameters_data"] = functools.partial(init_parameters_data, cell, finished)
+
+
+def init_parameters_data(cell: nn.Cell, finished: Callable[[FrameType], None], *args: Any, **kwargs: Any) -> Any:
+    """What stands in, once, for the method of this name on a cell that is being compiled."""
+    vars(cell).pop("init_parameters_data", None)
+    finished(sys._getframe())
+    return cell.init_parameters_data(*args, **kwargs)
+
+
+Forget = Callable[[], None]  # lets what was compiled be compiled anew at its next call
+
+
+class StaleGraph(Exception):
+    """What has just been compiled holds something that has changed meanwhile; it has to be compiled again."""
+
+
+def _forgetting(cache: set[str], phase: str) -> Forget:
+    return lambda: cache.discard(phase)
+
+
+def settle_graph(frame: FrameType | None, finished: Callable[[Forget], None]) -> None:
+    """Have the cell whose compilation `finished_graph` has told of compiled again, until it isn't stale any more.
+
+    Args:
+        frame: The frame that `finished_graph` was asked about.
+        finished: Called after each compilation. `StaleGraph` asks for another one; after any other exception the
+            graph doesn't run, and the next call compiles the cell anew.
+    """
+    asking = None if frame is None else asked_by(frame)
+    if asking is None:
+        return
+    compiling = asking.f_locals
+    phase, cell = compiling["phase"], compiling["obj"]
+    executor = compiling["self"]._graph_executor
+    forget = _forgetting(cell.compile_cache, phase)
+    while True:
+        try:
+            finished(forget)
+            return
+        except StaleGraph:
+            arguments = compiling["args"], compiling["kwargs"]
+            executor.generate_arguments_key(cell, *arguments, compiling["self"].enable_tuple_broaden)  # prepares them
+            executor.compile(cell, *arguments, phase, compiling["jit_config_dict"])
+        except BaseException:
+            forget()
+            raise
+
+
+def when_function_is_compiled(finished: Callable[[list[Any], list[Parameter], Forget], None]) -> list[Any]:
+    """Ask for a call once the function that this thread is compiling is compiled, before its graph first runs.
+
+    MindSpore tells nobody. But its executor goes on to build the graph's arguments, by a method that
+    can be replaced on that one object, for that one time.
+
+    Args:
+        finished: Called with the list that is returned here, the parameters of the graph, and what lets it be
+            forgotten. `StaleGraph` asks for another compilation; after any other exception the graph doesn't run,
+            and the next call compiles the function anew.
+
+    Returns:
+        A list to note things in; one for each compilation.
+    """
+    executor = next(filter(is_compiling, stack(sys._getframe(1)))).f_locals["self"]
+    noted: list[Any] = vars(executor).setdefault("_lazycell_noted", [])
+    if "_generate_run_args" in vars(executor):
+        return noted
+    native = executor._generate_run_args
+
+    def _generate_run_args(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1)
+        phase, arguments, named = (caller.f_locals[name] for name in ("phase", "args_list", "kwargs"))
+        forget = _forgetting(caller.f_globals["ms_compile_cache"], phase)
+        try:
+            while "_lazycell_noted" in vars(executor):
+                things = vars(executor).pop("_lazycell_noted")
+                try:
+                    finished(things, list(executor._graph_executor.get_params(phase).values()), forget)
+                except StaleGraph:
+                    forget()
+                    executor.compile(executor.fn.__name__, *arguments, **named)
+        except BaseException:
+            forget()
+            raise
+        finally:
+            del executor._generate_run_args
+            vars(executor).pop("_lazycell_noted", None)
+        return native(*args, **kwargs)
+
+    executor._generate_run_args = _generate_run_args
+    return noted
+
+
+def must_be_filled(parameter: Parameter, frame: FrameType | None) -> bool:
+    """Whether a parameter that is asked to fill itself has to.
+
+    Not if MindSpore fills a whole tree: for a graph, only those in the graph count; for ``save_checkpoint`` with
+    a ``choice_func``, those that are saved are read by themselves. What the user asks for is done.
+    ``frame`` is the one that asks.
+    """
+    listing = frame.f_back if frame is not None else None
+    if listing is None or listing.f_code.co_name != "init_parameters_data":
+        return True
+    asking = asked_by(listing)
+    if asking is None or not module_of(asking).startswith("mindspore."):
+        return True
+    finished = finished_graph(listing)
+    return finished is not None and any(parameter is used for used in finished[1])
+
+
+class ForwardGraphs:
+    """Which parameters the graphs of a function hold; it is compiled once more for that, and never run.
+
+    The graph of its gradients holds every parameter that gradients are asked for, used or not.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        def forward(*args):  # type: ignore[no-untyped-def]  # MindSpore's compiler parses this
+            return function(*args)
+
+        self._executor = api._JitExecutor(forward, time.time_ns())
+
+    def parameters(self, args: tuple[Any, ...]) -> list[Parameter]:
+        """The parameters of the graph that these arguments run."""
+        phase = self._executor.compile("forward", *args)
+        return list(self._executor._graph_executor.get_params(phase).values())
+
+
+def forget_graphs(cells: list[nn.Cell]) -> None:
+    """Have all graphs that these cells are in, and all jitted functions, compiled anew at their next call.
+
+    A graph belongs to the cell that was called, of which those inside know nothing: all live cells are looked at.
+    """
+    wanted = set(map(id, cells))
+    for thing in gc.get_objects():
+        if issubclass(type(thing), nn.Cell) and getattr(thing, "compile_cache", None):
+            if not wanted.isdisjoint(id(cell) for _, cell in thing.cells_and_names()):
+                thing.compile_cache.clear()
+    api.ms_compile_cache.clear()
