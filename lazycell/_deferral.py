@@ -128,6 +128,13 @@ def is_deferred(parameter: Any) -> bool:
     return issubclass(type(parameter), _Deferred)
 
 
+def deferred_among(parameters: list[Parameter]) -> list[Parameter]:
+    """Which of some parameters are deferred; asked at each step, where none is."""
+    if not any([issubclass(kind, _Deferred) for kind in {type(parameter) for parameter in parameters}]):
+        return []
+    return [parameter for parameter in parameters if is_deferred(parameter)]
+
+
 class _Postponed(threading.local):
     active = False
 

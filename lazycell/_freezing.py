@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from mindspore import Parameter, nn
+from mindspore import Parameter, Tensor, nn
 
 from lazycell import _deferral
 from lazycell import _mindspore as internals
@@ -58,7 +58,8 @@ def freeze(*targets: Any, before: nn.Cell | str | None = None, statistics: bool 
 
     Raises:
         TypeError: A target is none of these, or nothing was given.
-        LazyCellError: A name matches nothing, there is no cell to look it up in, or ``before`` isn't in the cells.
+        LazyCellError: A name matches nothing, there is no cell to look it up in, ``before`` isn't in the cells, or a
+            layer's statistics can't be kept still. Nothing is changed then.
 
     Example:
         >>> import lazycell
@@ -72,6 +73,13 @@ def freeze(*targets: Any, before: nn.Cell | str | None = None, statistics: bool 
         2
     """
     chosen = _choose("freeze", targets, before)
+    moving = [cell for cell in chosen.cells.values() if internals.has_statistics(cell)]
+    for cell in moving if statistics else ():
+        if not internals.can_hold_statistics(cell):
+            raise LazyCellError(
+                f"{type(cell).__name__} moves its statistics whether it trains or not, so they can't be kept still: "
+                "freeze it without statistics=True. Nothing was changed."
+            )
     changed = []
     for parameter, _ in chosen.parameters.values():
         _deferral.check_spelling(parameter)
@@ -80,7 +88,7 @@ def freeze(*targets: Any, before: nn.Cell | str | None = None, statistics: bool 
             mark_frozen(parameter, True)
             changed.append(parameter)
     if statistics:
-        _hold([cell for cell in chosen.cells.values() if internals.has_statistics(cell)], True)
+        _hold(moving, True)
     _touching.tell("parameters_frozen", changed)
     return len(changed)
 
@@ -129,7 +137,7 @@ def _hold(cells: list[nn.Cell], still: bool) -> None:
 
 def _flat(targets: Iterable[Any]) -> Iterator[Any]:
     for target in targets:
-        if isinstance(target, Iterable) and not isinstance(target, (str, nn.Cell, Parameter)):
+        if isinstance(target, Iterable) and not isinstance(target, (str, bytes, dict, nn.Cell, Tensor)):
             yield from _flat(target)
         else:
             yield target
@@ -148,15 +156,15 @@ def _choose(function: str, given: tuple[Any, ...], before: nn.Cell | str | None)
     if (names or before is not None) and not cells:
         raise LazyCellError(f"{function}() got a name or before=, and no cell to look it up in: give the net as well.")
     chosen = _Chosen()
-    for target in targets:
-        if isinstance(target, Parameter):
-            chosen.add_parameter(target, named=True)
-    for name in names:
-        _choose_named(chosen, function, cells, name)
     if before is not None:
         _choose_before(chosen, function, cells, before)
     elif not names:
         chosen.add_cells(subtree(*cells))
+    for name in names:
+        _choose_named(chosen, function, cells, name)
+    for target in targets:
+        if isinstance(target, Parameter):
+            chosen.add_parameter(target, named=True)
     return chosen
 
 
@@ -189,26 +197,25 @@ def _choose_named(chosen: _Chosen, function: str, cells: list[nn.Cell], pattern:
                 chosen.add_parameter(parameter, named=full == pattern or parameter.name == pattern)
             known.append(full)
     if not found:
-        close = difflib.get_close_matches(pattern, known, 3, 0.5)
+        close = difflib.get_close_matches(pattern, known, 3, 0.5) if pattern else []
         hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
         where = " and ".join(type(cell).__name__ for cell in cells)
         raise LazyCellError(f"{function}(): no layer and no parameter of {where} is named {pattern!r}.{hint}")
 
 
 def _choose_before(chosen: _Chosen, function: str, cells: list[nn.Cell], before: nn.Cell | str) -> None:
-    order = list(subtree(*cells))
-    if isinstance(before, str):
-        matching = [cell for root in cells for name, cell in _named(root) if name == before]
-    else:
-        matching = [cell for cell in order if cell is require_cell(before)]
+    occurrences = [pair for root in cells for pair in _named(root)]  # a shared cell occurs more than once
+    if not isinstance(before, str):
+        require_cell(before)
+    matching = [index for index, (name, cell) in enumerate(occurrences) if cell is before or name == before]
     if not matching:
         name = before if isinstance(before, str) else type(before).__name__
         where = " and ".join(type(cell).__name__ for cell in cells)
         raise LazyCellError(f"{function}(): before={name!r} isn't a layer of {where}, so nothing comes before it.")
-    position = next(index for index, cell in enumerate(order) if cell is matching[0])
-    later = {id(p) for cell in order[position:] for p in own_parameters(cell)}
-    chosen.add_cells(order[:position])
-    for key in later & chosen.parameters.keys():
+    later = _Chosen()
+    later.add_cells(cell for _, cell in occurrences[matching[0] :])
+    chosen.add_cells(cell for _, cell in occurrences[: matching[0]] if id(cell) not in later.cells)
+    for key in later.parameters.keys() & chosen.parameters.keys():
         del chosen.parameters[key]
 
 
@@ -262,7 +269,9 @@ def load_freeze_state(net: nn.Cell, state: dict[str, Any]) -> None:
     parameters, moving = _by_name(net)
     known = {_GRADIENT + name: parameter for name, parameter in parameters.items()}
     known |= {_STATISTICS + name: cell for name, cell in moving.items()}
-    given = {key: bool(value) for key, value in state.items() if key.startswith((_GRADIENT, _STATISTICS))}
+    if not isinstance(state, Mapping):
+        raise TypeError(f"load_freeze_state() takes a dict, but got a {type(state).__name__}.")
+    given = {key: _as_bool(key, value) for key, value in state.items() if key.startswith((_GRADIENT, _STATISTICS))}
     if not given:
         raise LazyCellError(
             "the state holds no entry of lazycell.freeze_state(): save the checkpoint with "
@@ -284,6 +293,12 @@ def load_freeze_state(net: nn.Cell, state: dict[str, Any]) -> None:
             mark_frozen(known[key], not value)
             changed.append(known[key])
     _touching.tell("parameters_frozen", changed)
+
+
+def _as_bool(key: str, value: Any) -> bool:
+    if isinstance(value, str):
+        raise TypeError(f"the freeze state's entry {key!r} is the text {value!r}, not True or False.")
+    return bool(value)
 
 
 def _by_name(net: nn.Cell) -> tuple[dict[str, Parameter], dict[str, nn.Cell]]:

@@ -29,6 +29,9 @@ there is nothing to compute gradients for: {why}. Give value_and_grad() or grad(
 and that require a gradient."""
 
 
+_KINDS = "weights must be a live list, a cell, a parameter, or a list of parameters, but is {kind}."
+
+
 def value_and_grad(
     fn: Callable[..., Any],
     grad_position: int | tuple[int, ...] | None = 0,
@@ -134,13 +137,22 @@ class _GradientFunction:
             make, grad_position=grad_position, has_aux=has_aux, return_ids=return_ids, **optional
         )
         self._native(fn, weights=None if weights is None else [])  # refuses what MindSpore refuses
+        self._layers: list[list[Parameter]] | None
+        self._roots: list[weakref.ref[nn.Cell]]
+        self._parameters: list[Parameter]
+        self._flags: list[bool] | None
+        self._look_again()
+        self._frozen = False
+        self._version = -1
+        self._compiled: tuple[list[int], Callable[..., Any]] | None = None
+        self._in_graphs = _InGraphs()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Compute values and gradients, in the mode that is set."""
         if self._weights is None:
             return self._native(self._fn, weights=None)(*args, **kwargs)
         if not isinstance(self._weights, TouchedParameters):
-            self._refuse_unfit(_listed(self._weights))
+            self._refuse_unfit()
         if internals.in_graph_mode():
             return self._in_graph(args, kwargs)
         with internals.recording_ended():
@@ -150,8 +162,9 @@ class _GradientFunction:
 
     def _in_python(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let MindSpore run the function; which weights there are is looked up when it has run."""
-        if isinstance(self._fn, nn.Cell) and self._fn.requires_grad and not self._has_aux:
-            return self._run_set_grad(args, kwargs)
+        if isinstance(self._fn, nn.Cell) and not self._has_aux and internals.may_have_run(self._fn, args, kwargs):
+            result = self._native(self._fn, weights=self._weights)(*args, **kwargs)  # it takes the pass that has run
+            return self._with_parameters(result, self._now(), None)
         weights: list[Parameter] = []
         listed = isinstance(self._weights, (list, tuple))
         reached = internals.Reached() if listed and participants and not internals.gradient_running() else None
@@ -167,11 +180,11 @@ class _GradientFunction:
         given: Any = weights if listed else self._weights
         active = None
         try:
-            captured = self._can_be_captured(args, kwargs)
-            if captured is None:
-                result = self._native(forward, weights=given)(*args, **kwargs)
+            can, taken = self._captured(args, kwargs)
+            if can:
+                result = self._run_captured(forward, given, *taken)
             else:
-                result = self._run_captured(forward, given, captured, args, kwargs)
+                result = self._native(forward, weights=given)(*args, **kwargs)
         finally:
             if reached is not None:
                 active = reached.end()
@@ -185,7 +198,7 @@ class _GradientFunction:
         return self._with_gradients(result, lambda gradients: tuple(gradients)[1:])
 
     def _run_captured(
-        self, forward: Callable[..., Any], weights: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: Any
+        self, forward: Callable[..., Any], weights: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the function with arguments that MindSpore doesn't see: it records nothing in front of the weights."""
         sens: dict[str, Any] = {}
@@ -199,33 +212,38 @@ class _GradientFunction:
         def run() -> Any:
             return forward(*args, **kwargs)
 
-        with internals.not_differentiated(tensors):
+        with internals.hooks_anywhere():
             return self._native(run, weights=weights)(**sens)
 
-    def _run_set_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Leave a cell after ``set_grad()`` to MindSpore, which takes the forward pass that has run before, if any."""
-        result = self._native(self._fn, weights=self._weights)(*args, **kwargs)
-        return self._with_parameters(result, self._now(), None)
-
-    def _can_be_captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
-        """The tensors among the arguments, if something is frozen and it is safe not to record what precedes it."""
+    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+        """The arguments to take from outside, if something is frozen and what precedes it needs no recording."""
         if self._by_position or not self._something_is_frozen() or internals.gradient_running():
-            return None
-        tensors = list(_tensors((args, kwargs)))
-        return tensors if all(map(internals.can_be_captured, tensors)) else None
+            return False, None
+        if self._sens_param and not args and "sens" not in kwargs:
+            return False, None
+        can, taken = internals.captured((args, tuple(kwargs.values())))
+        return can, (taken[0], dict(zip(kwargs, taken[1])))
 
     def _something_is_frozen(self) -> bool:
         """Whether a layer has no trainable parameter; where that is asked, is looked up once."""
-        if not hasattr(self, "_layers"):
-            self._roots = [weakref.ref(cell) for cell in within([self._fn]).cells]
-            self._layers: list[list[Parameter]] = []
-            self._version = -1
-        if self._version != _touching.Structure.version:
+        if self._layers is None or self._version != _touching.Structure.version:
             self._version = _touching.Structure.version
+            if self._layers is None:
+                self._roots = [weakref.ref(cell, self._look_again) for cell in within([self._fn]).cells]
             cells = [cell for cell in (root() for root in self._roots) if cell is not None]
             own = (_touching.own_parameters(cell) for cell in _touching.subtree(*cells))
             self._layers = [parameters for parameters in own if parameters]
-        return any(not any(p.requires_grad for p in parameters) for parameters in self._layers)
+            self._parameters = [parameter for parameters in self._layers for parameter in parameters]
+        flags = internals.trainable_flags(self._parameters)
+        if flags != self._flags:
+            self._flags = flags
+            position = iter(flags)
+            self._frozen = any([not any([next(position) for _ in parameters]) for parameters in self._layers])
+        return self._frozen
+
+    def _look_again(self, _: Any = None) -> None:
+        """The function has come to refer to other cells: keep nothing of those that are gone."""
+        self._layers, self._roots, self._parameters, self._flags = None, [], [], None
 
     def _now(self) -> list[Parameter]:
         """The weights as they stand, the function having run."""
@@ -234,18 +252,21 @@ class _GradientFunction:
         weights = _listed(self._weights)
         if not weights:
             raise UntouchedError(_EMPTY.format(why=_why_empty(self._weights)))
-        for parameter in weights:
-            if _deferral.is_deferred(parameter):  # given by the user, and not used: its gradient is zero
-                _deferral.materialize(parameter)
+        for parameter in _deferral.deferred_among(weights):  # given by the user, and not used: its gradient is zero
+            _deferral.materialize(parameter)
         return weights
 
-    def _refuse_unfit(self, weights: list[Parameter]) -> None:
-        frozen = [parameter.name for parameter in weights if not parameter.requires_grad]
-        if frozen:
-            more = f" and {len(frozen) - 5} more" if len(frozen) > 5 else ""
-            raise LazyCellError(_FROZEN.format(names=", ".join(frozen[:5]) + more))
+    def _refuse_unfit(self) -> None:
+        weights = _listed(self._weights)
+        for weight in weights:
+            if not isinstance(weight, Parameter):
+                raise TypeError(_KINDS.format(kind=f"a list with a {type(weight).__name__}"))
         if not weights:
             raise LazyCellError(_EMPTY.format(why="weights is empty"))
+        if not internals.all_trainable(weights):
+            frozen = [parameter.name for parameter in weights if not parameter.requires_grad]
+            more = f" and {len(frozen) - 5} more" if len(frozen) > 5 else ""
+            raise LazyCellError(_FROZEN.format(names=", ".join(frozen[:5]) + more))
 
     # In Graph mode
 
@@ -257,9 +278,10 @@ class _GradientFunction:
             if not live.has_completed():
                 touch_by(self._fn, args[:-1] if self._sens_param else args, {})
             self._now()
-        if not hasattr(self, "_compiled"):
-            self._compiled = self._native(self._fn, weights=self._weights)
-        result = self._compiled(*args)
+        held = [] if live is not None else list(map(id, _listed(self._weights)))
+        if self._compiled is None or self._compiled[0] != held:
+            self._compiled = held, self._native(self._fn, weights=self._weights)
+        result = self._compiled[1](*args)
         if isinstance(self._weights, Parameter):
             return result
         weights = _listed(self._weights)
@@ -290,7 +312,8 @@ class _GradientFunction:
         """What stands for this in a graph that is being compiled: MindSpore's own function."""
         try:
             if self._weights is not None and not isinstance(self._weights, TouchedParameters):
-                self._refuse_unfit(_listed(self._weights))
+                _reading.note_in_compilation(self._in_graphs)
+                self._refuse_unfit()
         except LazyCellError as error:
             _reading.note_in_compilation(Refusal(error))  # MindSpore would hide one that is raised here
         native: Callable[..., Any] = self._native(self._fn, weights=self._weights)
@@ -312,17 +335,42 @@ class _GradientFunction:
 
     def _with_parameters(self, result: Any, weights: list[Parameter], active: list[bool] | None) -> Any:
         """MindSpore's result, its gradients of the weights replaced by `Gradients`."""
-        if isinstance(self._weights, Parameter) or self._return_ids:
+        if isinstance(self._weights, Parameter):
             return result
 
-        def known(gradients: Any) -> Gradients:
-            made = Gradients(gradients, weights, active and _verified(gradients, active))
+        def known(gradients: Any) -> Any:
+            values = tuple(pair[1] for pair in gradients) if self._return_ids else gradients
+            made = Gradients(values, weights, active and _verified(values, active))
             if active is not None:
                 for participant in list(participants):
                     participant.took_part(made)
-            return made
+            return gradients if self._return_ids else made
 
         return self._with_gradients(result, known)
+
+
+class _InGraphs:
+    """The graphs that hold a list of weights; compiled anew, they refuse what has been frozen among them."""
+
+    def __init__(self) -> None:
+        self._graphs: list[internals.Forget] = []
+        _touching.observers.add(self)
+
+    def graph_finished(self, forget: internals.Forget) -> None:
+        self._graphs.append(forget)
+
+    def parameters_frozen(self, parameters: list[Parameter]) -> None:
+        while self._graphs:
+            self._graphs.pop()()
+
+    def parameter_touched(self, parameter: Parameter) -> None:
+        """Part of the observer's interface; only freezing matters here."""
+
+    def cell_used(self, cell: nn.Cell) -> None:
+        """Likewise."""
+
+    def touches_forgotten(self, cell: nn.Cell) -> None:
+        """Likewise."""
 
 
 class Refusal:
@@ -339,12 +387,11 @@ def _understood(weights: Any) -> Any:
     """The weights: None, a parameter, a tuple of them, or a live list."""
     if isinstance(weights, nn.Cell):
         return TouchedParameters(weights)
-    if weights is None or isinstance(weights, (Parameter, ParameterTuple, TouchedParameters)):
+    if weights is None or isinstance(weights, (Parameter, ParameterTuple, list)):
         return weights
-    if isinstance(weights, (list, tuple)) and all(isinstance(weight, Parameter) for weight in weights):
+    if isinstance(weights, tuple):
         return list(weights)
-    kind = type(weights).__name__
-    raise TypeError(f"weights must be a live list, a cell, a parameter, or a list of parameters, but is {kind}.")
+    raise TypeError(_KINDS.format(kind=type(weights).__name__))
 
 
 def _listed(weights: Any) -> list[Parameter]:

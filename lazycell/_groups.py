@@ -137,5 +137,9 @@ class OptimizerParameters(TouchedParameters):
         lists = [group.source for group in self._groups.sources() if isinstance(group.source, TouchedParameters)]
         return any(source.has_completed() for source in lists) or len(lists) < len(self._groups.sources())
 
+    def _changes_unseen(self) -> bool:
+        lists = [group.source for group in self._groups.sources() if isinstance(group.source, TouchedParameters)]
+        return any(source._changes_unseen() for source in lists)
+
     def _name(self) -> str:
         return f"LazyOptimizer({self._factory})"

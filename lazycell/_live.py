@@ -57,6 +57,7 @@ class TouchedParameters(list[Parameter]):
         """Look at the tree as it stands now."""
         self._version = Structure.version
         self._known = list(self._candidates())  # held, so that no id comes to mean another
+        self._all = [parameter for parameter, _ in self._known]
         self._rank = {id(parameter): rank for rank, (parameter, _) in enumerate(self._known)}
         for parameter, _ in self._known:
             _deferral.check_spelling(parameter)
@@ -64,6 +65,7 @@ class TouchedParameters(list[Parameter]):
 
     def _fill(self) -> None:
         """List what counts by now; freezing and unfreezing shows here."""
+        self._flags = internals.trainable_flags(self._all)
         counted = [p for p, tracked in self._known if (is_touched(p) or not tracked) and p.requires_grad]
         self._ranks = [self._rank[id(parameter)] for parameter in counted]
         if list(map(id, counted)) != list(map(id, self[:])):
@@ -73,7 +75,10 @@ class TouchedParameters(list[Parameter]):
     def refresh(self) -> None:
         """Make the list what it would be if it were made now."""
         with _touching.lock:
-            self._look() if self._version != Structure.version else self._fill()
+            if self._version != Structure.version or self._changes_unseen():
+                self._look()
+            elif self._flags != internals.trainable_flags(self._all):
+                self._fill()
 
     def parameter_touched(self, parameter: Parameter) -> None:
         """Take a parameter in at its place; called at its first touch."""
@@ -93,7 +98,8 @@ class TouchedParameters(list[Parameter]):
 
     def touches_forgotten(self, cell: nn.Cell) -> None:
         """Count anew; called when the touches below a cell were reset."""
-        self.refresh()
+        with _touching.lock:
+            self._look()
 
     def parameters_frozen(self, parameters: list[Parameter]) -> None:
         """Count anew; called when parameters were frozen or unfrozen."""
@@ -114,8 +120,15 @@ class TouchedParameters(list[Parameter]):
         return iter(self[:])
 
     def has_completed(self) -> bool:
-        """Whether it is known what is used: a forward pass has completed, of the cell or of something in it."""
-        return _has_completed(self._cell)
+        """Whether it is known what is used: a forward pass has completed, of the cell or of something in it.
+
+        Of cells that aren't tracked, all counts as used.
+        """
+        return _has_completed(self._cell) or not any(tracked for _, tracked in self._known)
+
+    def _changes_unseen(self) -> bool:
+        """Whether the tree may have changed without `Structure` telling: only tracked cells tell."""
+        return state_of(self._cell) is None
 
     def _name(self) -> str:
         return type(self._cell).__name__

@@ -5,6 +5,7 @@ between is told apart by looking for the feature, with the version in a comment.
 """
 
 from lazycell._mindspore._cells import (
+    can_hold_statistics,
     has_statistics,
     hold_statistics,
     parameters_held,
@@ -46,10 +47,13 @@ from lazycell._mindspore._meta import (
 )
 from lazycell._mindspore._recording import (
     Reached,
-    can_be_captured,
+    all_trainable,
+    captured,
     gradient_running,
-    not_differentiated,
+    hooks_anywhere,
+    may_have_run,
     recording_ended,
+    trainable_flags,
 )
 from lazycell._mindspore._running import (
     Forward,
@@ -83,7 +87,6 @@ from lazycell._mindspore._storage import (
 from lazycell._mindspore._versions import TESTED, require_known_internals
 
 __all__ = [
-    "TESTED",
     "ConstructionHooks",
     "DTYPE",
     "Forget",
@@ -95,10 +98,13 @@ __all__ = [
     "OPERATORS_ASK",
     "Reached",
     "StaleGraph",
+    "TESTED",
+    "all_trainable",
     "assign_storage",
     "buffers",
-    "can_be_captured",
     "can_be_deferred",
+    "can_hold_statistics",
+    "captured",
     "compiles",
     "drop_storage",
     "fill_storage",
@@ -107,9 +113,11 @@ __all__ = [
     "forward_running",
     "gradient_running",
     "guard_operators",
+    "may_have_run",
     "has_statistics",
     "has_values",
     "hold_statistics",
+    "hooks_anywhere",
     "hooks_silenced",
     "in_graph_mode",
     "is_bookkeeping",
@@ -122,7 +130,6 @@ __all__ = [
     "must_be_filled",
     "needs_values",
     "no_gradients",
-    "not_differentiated",
     "on_meta",
     "parameter_without_storage",
     "parameters_held",
@@ -141,6 +148,7 @@ __all__ = [
     "statistics_are_still",
     "subclass_unseen",
     "tensor_without_storage",
+    "trainable_flags",
     "value_dunders",
     "was_called",
     "when_cell_is_compiled",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from mindspore import Parameter, ParameterTuple, nn
 
@@ -32,9 +32,17 @@ def has_statistics(cell: nn.Cell) -> bool:
     return not _STATISTICS.isdisjoint(cell._params) or not _STATISTICS.isdisjoint(cell._buffers)
 
 
+def can_hold_statistics(cell: nn.Cell) -> bool:
+    """Whether a cell leaves its statistics alone when it doesn't train; MindSpore's instance normalization doesn't."""
+    return not (type(cell).__module__.startswith("mindspore.") and "InstanceNorm" in type(cell).__name__)
+
+
 def _without_training(cell: nn.Cell, **flags: Any) -> nn.Cell:
-    vars(cell)["_lazycell_training"] = flags.pop("training", vars(cell)["_lazycell_training"])
-    return cast(nn.Cell, type(cell).add_flags_recursive(cell, **flags))
+    type(cell).add_flags_recursive(cell, **flags)
+    if "training" in flags:
+        vars(cell)["_lazycell_training"] = flags["training"]
+        cell.add_flags(training=False)
+    return cell
 
 
 def statistics_are_still(cell: nn.Cell) -> bool:
@@ -46,7 +54,7 @@ def hold_statistics(cell: nn.Cell) -> None:
     """Let a cell use its moving statistics, and leave them as they are, also after ``set_train(True)``."""
     if not statistics_are_still(cell):
         vars(cell)["_lazycell_training"] = cell.training
-        cell.add_flags_recursive(training=False)
+        cell.add_flags(training=False)
         vars(cell)[_ADD_FLAGS] = functools.partial(_without_training, cell)  # copies of the cell get one of their own
         if getattr(cell, "use_batch_statistics", None):
             vars(cell)["_lazycell_batch"] = True
@@ -57,7 +65,7 @@ def release_statistics(cell: nn.Cell) -> None:
     """Undo `hold_statistics`: the cell trains if its net does."""
     if statistics_are_still(cell):
         del vars(cell)[_ADD_FLAGS]
-        cell.add_flags_recursive(training=vars(cell).pop("_lazycell_training"))
+        cell.add_flags(training=vars(cell).pop("_lazycell_training"))
         if vars(cell).pop("_lazycell_batch", False):
             cell.use_batch_statistics = True
 

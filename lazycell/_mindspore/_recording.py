@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -9,36 +11,58 @@ from contextlib import contextmanager
 from typing import Any
 
 import mindspore
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, nn
 
 from lazycell._mindspore._construction import replace_attribute
-from lazycell._mindspore._running import callers_of, is_recording
+from lazycell._mindspore._running import callers_of, is_recording, running_cells
 from lazycell._mindspore._versions import api
 
 
 def gradient_running() -> bool:
-    """Whether this thread is inside a function that is being differentiated."""
-    return any(map(is_recording, callers_of(sys._getframe(1))))
+    """Whether this thread is inside something that is being differentiated: a function, or a cell after set_grad()."""
+    frame = sys._getframe(1)
+    return any(map(is_recording, callers_of(frame))) or any(cell.requires_grad for cell in running_cells(frame))
 
 
-@contextmanager
-def recording_ended() -> Iterator[None]:
-    """Stop recording gradients if an exception comes out of a gradient function; MindSpore goes on with it."""
-    try:
-        yield
-    except BaseException:
-        if not gradient_running():
-            api._pynative_executor.clear_res()
-            api._pynative_executor.set_grad_flag(False)
-        raise
+# MindSpore 2.9 and later can be asked; before, gradient functions decide by themselves.
+_CAN_BE_ASKED = "obj" in list(inspect.signature(api._pynative_executor.check_run).parameters)[:1]
 
 
-def can_be_captured(tensor: Tensor) -> bool:
-    """Whether it makes no difference to gradients if a function takes a tensor from outside, not as an argument.
+def may_have_run(cell: nn.Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether MindSpore may have recorded a forward pass of a cell, after ``set_grad()``, that a gradient will take."""
+    if not cell.requires_grad or not _CAN_BE_ASKED:
+        return bool(cell.requires_grad)
+    return bool(api._pynative_executor.check_run(cell, *args, **kwargs)[0])
 
-    It does to parameters, to what another gradient function computed, and to what has hooks.
+
+def captured(value: Any) -> tuple[bool, Any]:
+    """What a function can take from outside, instead of as an argument, without a difference to its gradients.
+
+    A gradient function flags every tensor it is given, for good; the flag makes MindSpore record all that is computed
+    from the tensor, and keep the activations. Taken from outside, a tensor that wasn't flagged before isn't now; of one
+    that was, another is taken, which shares its storage. (To take the flag away and put it back would leave gradients
+    that the function itself computes zero.)
+
+    Returns:
+        Whether it can be done, and the value to take. It can't with parameters, with what another gradient function
+        computed, with tensors that have hooks, and with flagged ones inside lists and dicts, which the function may
+        want to change.
     """
-    return not (isinstance(tensor, Parameter) or tensor.hooks()) and bool(tensor._is_leaf)
+    if isinstance(value, Tensor):
+        if isinstance(value, Parameter) or not value._is_leaf or value.hooks():
+            return False, value
+        return True, mindspore.ops.stop_gradient(value) if value._requires_grad else value
+    if type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        items = [captured(item) for item in value]
+        taken = [item for _, item in items]
+        if not all(map(operator.is_, taken, value)):
+            value = type(value)._make(taken) if hasattr(value, "_make") else tuple(taken)
+        return all(can for can, _ in items), value
+    if isinstance(value, (list, tuple, dict)):
+        held = list(value.values()) if isinstance(value, dict) else list(value)
+        items = [captured(item) for item in held]
+        return all(can and taken is item for (can, taken), item in zip(items, held)), value
+    return True, value
 
 
 _register_hook = Tensor.register_hook
@@ -60,30 +84,31 @@ class _Hooks:
 
 
 @contextmanager
-def not_differentiated(tensors: list[Tensor]) -> Iterator[None]:
-    """Let tensors not be what gradients are computed for, inside.
-
-    A gradient function flags every tensor it is given, for good; the flag makes MindSpore record all that is computed
-    from the tensor, and keep the activations. Hooks on what isn't recorded are accepted, and not called, as before.
-    """
-    flagged = [tensor for tensor in tensors if tensor._requires_grad]
+def hooks_anywhere() -> Iterator[None]:
+    """Accept hooks on what isn't recorded; they aren't called, as they aren't if it is recorded."""
     with _Hooks.lock:
         _Hooks.users += 1
         if _Hooks.users == 1:
             _Hooks.undo = replace_attribute(Tensor, "register_hook", _register_hook_anywhere)
     _unrecorded.active = True
     try:
-        for tensor in flagged:
-            tensor._requires_grad = False
         yield
     finally:
-        for tensor in flagged:
-            tensor._requires_grad = True
         _unrecorded.active = False
         with _Hooks.lock:
             _Hooks.users -= 1
             if not _Hooks.users:
                 _Hooks.undo()
+
+
+def all_trainable(parameters: list[Parameter]) -> bool:
+    """Whether every one of some parameters requires a gradient; asked at each step."""
+    return all([parameter._param_info.requires_grad for parameter in parameters])  # the property costs three calls
+
+
+def trainable_flags(parameters: list[Parameter]) -> list[bool]:
+    """Whether each of some parameters requires a gradient; asked at each step."""
+    return [parameter._param_info.requires_grad for parameter in parameters]
 
 
 class Reached:
@@ -96,8 +121,9 @@ class Reached:
 
     def __init__(self) -> None:
         self.border = Parameter(Tensor(0.0, mindspore.float32), name="lazycell_border")
+        self._parameters: list[Parameter] = []
         self._handles: list[Any] = []
-        self._called: list[int] = []
+        self._called: list[int] | None = []
 
     def watch(self, parameters: list[Parameter]) -> None:
         """Begin; the gradients of these, after that of `border`, are about to be computed."""
@@ -107,7 +133,8 @@ class Reached:
 
     def _noting(self, key: int) -> Callable[[Tensor], Tensor]:
         def note(gradient: Tensor) -> Tensor:  # MindSpore takes nothing but a function
-            self._called.append(key)
+            if self._called is not None:  # after an error in a backward pass MindSpore doesn't let go of its hooks
+                self._called.append(key)
             return gradient
 
         return note
@@ -116,8 +143,9 @@ class Reached:
         """Whether a gradient has arrived at each parameter."""
         while self._handles:
             self._handles.pop().remove()
-        border = id(self.border)
-        if border not in self._called:
-            return [True] * len(self._parameters)
-        arrived = set(self._called[: self._called.index(border)])
-        return [id(parameter) in arrived for parameter in self._parameters]
+        called, border = self._called or [], id(self.border)
+        parameters, self._parameters, self._called = self._parameters, [], None
+        if border not in called:
+            return [True] * len(parameters)
+        arrived = set(called[: called.index(border)])
+        return [id(parameter) in arrived for parameter in parameters]
