@@ -6,9 +6,10 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from mindspore import Parameter
+from mindspore import Parameter, ops
 
 from lazycell._errors import LazyCellError
+from lazycell._touching import now
 
 
 class Gradients(tuple[Any, ...]):
@@ -23,11 +24,17 @@ class Gradients(tuple[Any, ...]):
     __module__ = "lazycell"
     parameters: tuple[Parameter, ...]
     active: tuple[bool, ...]
+    made_at: int  # in the order of touches
 
     def __new__(
-        cls, gradients: Iterable[Any], parameters: Iterable[Parameter], active: Iterable[bool] | None = None
+        cls,
+        gradients: Iterable[Any],
+        parameters: Iterable[Parameter],
+        active: Iterable[bool] | None = None,
+        made_at: int | None = None,
     ) -> Gradients:
         made = super().__new__(cls, gradients)
+        made.made_at = now() if made_at is None else made_at
         made.parameters = tuple(parameters)
         made.active = (True,) * len(made) if active is None else tuple(active)
         if not len(made) == len(made.parameters) == len(made.active):
@@ -54,7 +61,7 @@ class Gradients(tuple[Any, ...]):
             >>> [p.name for p in grads.parameters]
             ['weight', 'bias']
         """
-        return Gradients(gradients, self.parameters, self.active)
+        return Gradients(gradients, self.parameters, self.active, self.made_at)
 
     def add(self, other: Gradients) -> Gradients:
         """The sum of two, parameter by parameter; what only one of them has counts as it is.
@@ -75,7 +82,7 @@ class Gradients(tuple[Any, ...]):
             elif reached:
                 gradients[index] = gradients[index] + gradient if active[index] else gradient
                 active[index] = True
-        return Gradients(gradients, parameters, active)
+        return Gradients(gradients, parameters, active, max(self.made_at, other.made_at))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
         return self.replace(gradient.copy() for gradient in self)
@@ -91,3 +98,10 @@ class Participant(Protocol):
 
 
 participants: weakref.WeakSet[Participant] = weakref.WeakSet()
+
+
+def are_nonzero(gradients: list[Any]) -> list[bool]:
+    """Whether each of some gradients has an element that isn't zero."""
+    if not gradients:
+        return []
+    return [bool(found) for found in ops.stack([(gradient != 0).any() for gradient in gradients]).asnumpy()]

@@ -6,16 +6,16 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mindspore
-from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, nn
 
 from lazycell import _deferral
 from lazycell import _mindspore as internals
 from lazycell import _reading, _touching
-from lazycell._aligned import Gradients, participants
+from lazycell._aligned import Gradients, are_nonzero, participants
 from lazycell._dry_run import touch_by, within
 from lazycell._errors import LazyCellError, UntouchedError
 from lazycell._live import TouchedParameters
@@ -404,24 +404,10 @@ def _why_empty(weights: TouchedParameters) -> str:
     return "the function has touched no parameter of the cell that the weights belong to"
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors within arguments."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
 def _verified(gradients: tuple[Any, ...], active: list[bool]) -> list[bool]:
     """Count a parameter as active also if its gradient isn't zero, however it came about."""
     doubtful = [index for index, reached in enumerate(active) if not reached]
-    if not doubtful:
-        return active
-    nonzero = ops.stack([(gradients[index] != 0).any() for index in doubtful]).asnumpy()
     verified = list(active)
-    for index, is_nonzero in zip(doubtful, nonzero):
-        verified[index] = bool(is_nonzero)
+    for index, is_nonzero in zip(doubtful, are_nonzero([gradients[index] for index in doubtful])):
+        verified[index] = is_nonzero
     return verified

@@ -25,6 +25,15 @@ class Group:
             self.accepts = members
         else:
             self.source = _source(members)
+        self._answers: dict[int, tuple[Parameter, bool]] = {}
+
+    def takes(self, parameter: Parameter) -> bool:
+        """What its predicate says of a parameter; it is asked once, since who belongs where must not change."""
+        if self.accepts is None:
+            return True
+        if id(parameter) not in self._answers:
+            self._answers[id(parameter)] = parameter, bool(self.accepts(parameter))
+        return self._answers[id(parameter)][1]
 
     def candidates(self) -> list[tuple[Parameter, bool]]:
         """What its source may come to hold, each with whether its use can be tracked."""
@@ -102,12 +111,12 @@ class Groups:
         everything = {id(p): (p, t) for group in self.sources() for p, t in group.candidates()}
         owner: dict[int, int] = {}
         for index, group in enumerate(self.groups):  # those who choose come first; lists get what is left
-            if group.source is None and group.accepts is not None:
-                listed[index] = [(p, t) for p, t in everything.values() if id(p) not in owner and group.accepts(p)]
+            if group.source is None:
+                listed[index] = [(p, t) for p, t in everything.values() if id(p) not in owner and group.takes(p)]
                 owner.update((id(p), index) for p, _ in listed[index])
         for index, group in enumerate(self.groups):
             if group.source is not None:
-                rest = [(p, t) for p, t in listed[index] if group.accepts is None or group.accepts(p)]
+                rest = [(p, t) for p, t in listed[index] if group.takes(p)]
                 listed[index] = []
                 for p, t in rest:
                     other = owner.setdefault(id(p), index)

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import re
+import inspect
 import sys
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from types import MethodType
 from typing import Any
 
-from mindspore import Parameter, ParameterTuple, Tensor, nn
+import mindspore
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from lazycell import _mindspore as internals
 from lazycell import _reading
-from lazycell._aligned import Gradients, participants
-from lazycell._errors import LazyCellError, UntouchedError
+from lazycell._aligned import Gradients, are_nonzero, participants
+from lazycell._errors import LazyCellError, UntouchedError, UntouchedWarning, warn
 from lazycell._gradient import Refusal
 from lazycell._groups import Groups, OptimizerParameters
-from lazycell._touching import touch_order
+from lazycell._states import States
+from lazycell._touching import is_touched, touch_order
 
-_MOST_SETS = 64  # of parameters that took part together, for which a native optimizer is kept
+# Of parameters that took part together: so many get a native optimizer of their own, which costs what they cost. For
+# others all are updated, and the rest is put back; MindSpore compiles each optimizer, and never frees what it compiled.
+_MOST_SETS = 4
 
 _UNBORN = """\
 LazyOptimizer({factory}) has no {name} yet: none of its parameters has been touched, so there is no {factory}. Call \
@@ -32,6 +35,11 @@ parameters, as lazycell.value_and_grad(fn, None, optimizer.parameters) computes 
 _SHAPE = """\
 the gradient of {name} has shape {given}, but the parameter has shape {wanted}: the gradients are those of another \
 net, or in another order. Nothing was updated."""
+
+
+_STATELESS = """\
+LazyOptimizer({factory}) has no state yet, so nothing can be listed, saved, or loaded into it by MindSpore. \
+optimizer.load_state_dict(mindspore.load_checkpoint(path)) keeps what it is given until it is needed."""
 
 
 class _Unborn(UntouchedError, AttributeError):
@@ -121,18 +129,22 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
 
     def __init__(self, factory: type[nn.Cell], params: Any, *args: Any, activity: bool = True, **kwargs: Any) -> None:
         nn.Cell.__init__(self, auto_prefix=False)
+        inspect.signature(factory.__init__).bind(self, params, *args, **kwargs)  # says what is wrong now
         self._factory = factory
         self._arguments = tuple(map(_reusable, args))
         self._named = {name: _reusable(value) for name, value in kwargs.items()}
         self._assigned: dict[str, Any] = {}
         self._activity = activity
-        self._natives: OrderedDict[tuple[int, ...], nn.Cell] = OrderedDict()
-        self._seen: set[int] = set()  # by a gradient function since the last step
-        self._active: set[int] = set()  # of these, what took part
+        self._natives: dict[tuple[int, ...], nn.Cell] = {}
+        self._latest: dict[int, bool] = {}  # who took part in the last gradient since the last step
+        self._active: set[int] = set()  # who took part in any
+        self._raw_groups: dict[int, dict[str, Any]] = {}
         self._groups = Groups(params)
+        self._states = States(self._params, factory.__name__, len(self._groups.groups))
         self.__dict__["parameters"] = OptimizerParameters(self._groups, factory.__name__)
         if activity:
             participants.add(self)
+        self._is_ready = True
 
     def __call__(self, gradients: Any, *args: Any) -> Any:
         """Update the parameters that took part.
@@ -148,41 +160,60 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
             LazyCellError: They are too many, too few, of another net, or of other shapes. Nothing was updated.
             UntouchedError: None of the parameters has been touched.
         """
-        pairs = self._matched(gradients)
-        native = self._native_for([parameter for parameter, _ in pairs]) if pairs else None
-        self._seen.clear()
+        found = self._matched(gradients)
+        self._latest.clear()
         self._active.clear()
-        return native(tuple(gradient for _, gradient in pairs), *args) if native is not None else ()
+        active = [(parameter, gradient) for parameter, gradient, is_active in found if is_active]
+        if not active:
+            return ()
+        parameters, given = zip(*active)
+        if len(parameters) == len(self.parameters[:]):
+            return self._whole("step")(given, *args)
+        if tuple(map(id, parameters)) in self._natives or len(self._natives) < _MOST_SETS:
+            return self._native_for(list(parameters))(given, *args)
+        return self._update_and_put_back(found, args)
 
     # Gradients
 
     def took_part(self, gradients: Gradients) -> None:
         """Note which parameters took part in what `value_and_grad` or `grad` has computed."""
         for parameter, active in zip(gradients.parameters, gradients.active):
-            self._seen.add(id(parameter))
+            self._latest[id(parameter)] = active
             if active:
                 self._active.add(id(parameter))
 
-    def _matched(self, gradients: Any) -> list[tuple[Parameter, Any]]:
-        """Pairs of a parameter to be updated, and its gradient."""
+    def _matched(self, gradients: Any) -> list[tuple[Parameter, Any, bool]]:
+        """The parameters with their gradients, and whether they took part."""
         self.parameters.refresh()
         parameters = self.parameters[:]
+        if parameters and "param_groups" in vars(self):
+            self._whole("param_groups")  # someone holds the groups, and may see who is in them
         if not isinstance(gradients, (tuple, list)):
             raise TypeError(f"LazyOptimizer takes a tuple of gradients, but got a {type(gradients).__name__}.")
         if not parameters:
+            if any(is_touched(parameter) for parameter, _ in self.parameters._known):
+                raise LazyCellError("all parameters of LazyOptimizer that were touched are frozen: nothing to update.")
             raise self._unborn("parameters")
         if isinstance(gradients, Gradients):
             found = self._by_parameter(parameters, gradients)
         else:
             if len(gradients) != len(parameters):
                 raise self._miscounted(len(gradients), f"they are {_names(parameters)}")
-            found = [(p, g, id(p) in self._active or id(p) not in self._seen) for p, g in zip(parameters, gradients)]
+            found = list(zip(parameters, gradients, self._took_part(parameters, gradients)))
         for parameter, gradient, _ in found:
             shape = getattr(gradient, "shape", None)
             if gradient is None or (isinstance(gradient, Tensor) and tuple(shape or ()) != tuple(parameter.shape)):
                 names = {"name": parameter.name, "given": shape, "wanted": tuple(parameter.shape)}
                 raise LazyCellError(_SHAPE.format(**names))
-        return [(parameter, gradient) for parameter, gradient, active in found if active or not self._activity]
+        return [(parameter, gradient, active or not self._activity) for parameter, gradient, active in found]
+
+    def _took_part(self, parameters: list[Parameter], gradients: Any) -> list[bool]:
+        """For gradients that don't know: who took part in the last ones computed, or was added up from those before."""
+        active = [self._latest.get(id(parameter), True) for parameter in parameters]
+        doubtful = [i for i, parameter in enumerate(parameters) if not active[i] and id(parameter) in self._active]
+        for index, is_nonzero in zip(doubtful, are_nonzero([gradients[index] for index in doubtful])):
+            active[index] = is_nonzero
+        return active
 
     def _by_parameter(self, parameters: list[Parameter], gradients: Gradients) -> list[tuple[Parameter, Any, bool]]:
         known = {id(parameter) for parameter, _ in self.parameters._known}
@@ -190,8 +221,7 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         if foreign:
             raise self._miscounted(len(gradients), f"{_names(foreign)} is not among them")
         given = {id(p): (p, g, active) for p, g, active in zip(gradients.parameters, gradients, gradients.active)}
-        latest = max((touch_order(p) or 0 for p in gradients.parameters), default=0)
-        missing = [p for p in parameters if id(p) not in given and (touch_order(p) or 0) <= latest]
+        missing = [p for p in parameters if id(p) not in given and (touch_order(p) or 0) <= gradients.made_at]
         if missing:
             raise self._miscounted(len(gradients), f"there is none of {_names(missing)}")
         return [given[id(parameter)] for parameter in parameters if id(parameter) in given]
@@ -210,9 +240,6 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         key = tuple(map(id, parameters))
         if key not in self._natives:
             self._natives[key] = self._build(parameters)
-            while len(self._natives) > _MOST_SETS:
-                self._natives.popitem(last=False)
-        self._natives.move_to_end(key)
         native = self._natives[key]
         self._take_over_options(native)
         return native
@@ -220,11 +247,29 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
     def _whole(self, name: str) -> nn.Cell:
         """The native optimizer over all parameters."""
         self.parameters.refresh()
-        if not self.parameters[:]:
+        parameters = self.parameters[:]
+        if not parameters:
             raise self._unborn(name)
-        native = self._native_for(self.parameters[:])
-        self.__dict__["native"] = native
+        native = self._native_for(parameters)
+        if vars(self).get("native") is not native:
+            self.__dict__["native"] = native
+            self._natives = {tuple(map(id, parameters)): native}  # those over parts of what there was before may go
+            self._keep_groups(native)
         return native
+
+    def _update_and_put_back(self, found: list[tuple[Parameter, Any, bool]], args: tuple[Any, ...]) -> Any:
+        """Update all parameters, and give those that took no part, and their state, back what they had."""
+        gradients = {id(parameter): gradient for parameter, gradient, _ in found}
+        active = {id(parameter) for parameter, _, is_active in found if is_active}
+        native = self._whole("step")
+        resting = [parameter for parameter in self.parameters[:] if id(parameter) not in active]
+        kept = [(held, internals.snapshot(held)) for held in (*resting, *self._states.of(resting))]
+        given = (gradients.get(id(parameter)) for parameter in self.parameters[:])
+        zeros = (ops.zeros_like(p) if g is None else g for p, g in zip(self.parameters[:], given))
+        result = native(tuple(zeros), *args)
+        for held, before in kept:
+            ops.assign(held, before)  # in place: what has been compiled would not notice set_data()
+        return result
 
     def _build(self, parameters: list[Parameter]) -> nn.Cell:
         wanted = {id(parameter) for parameter in parameters}
@@ -240,46 +285,53 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
             if self._groups.order is not None:
                 given.append({"order_params": parameters})
         native = self._factory(given, *self._arguments, **self._named)
-        native._lazycell_positions = positions
-        self._share_state(native, parameters, positions)
+        native._lazycell_positions = positions or [0]
+        if list(map(id, native.parameters)) != list(map(id, parameters)):
+            raise LazyCellError(f"{self._factory.__name__} orders its parameters in a way of its own.")
+        self._states.share(native, parameters, positions, self.parameters._all)
         for name, value in self._assigned.items():
             setattr(native, name, value)
         return native
 
-    def _share_state(self, native: nn.Cell, parameters: list[Parameter], positions: list[int]) -> None:
-        """Let a new native optimizer use the state that there is, and take in what it brings."""
-        trained = {id(parameter) for parameter in parameters}
-        fresh = [p for p in internals.parameters_held(native) if id(p) not in trained]
-        table: dict[int, Parameter] = {}
-        names: dict[str, Parameter] = {}
-        for parameter in fresh:
-            name = _stable_name(parameter.name, positions)
-            first = names.setdefault(name, parameter)
-            if not _are_equal(first, parameter):  # MindSpore builds a group's learning rate twice
-                raise LazyCellError(f"{self._factory.__name__} has two states named {name}, which can't be told apart.")
-            existing = self._params.get(name)
-            if existing is not None and existing.shape != parameter.shape:
-                raise LazyCellError(
-                    f"the state {name} has shape {tuple(existing.shape)}, but {self._factory.__name__} needs "
-                    f"{tuple(parameter.shape)}: it was loaded from a checkpoint of another net."
-                )
-            table[id(parameter)] = first if existing is None else existing
-        if not self._natives:
-            self._refuse_foreign([name for name in self._params if name not in names])
-        for name, parameter in names.items():
-            parameter.name = name
-            self._params[name] = table[id(parameter)]
-        internals.replace_parameters(native, table)
+    # Parameter groups as experimental.optim and mint.optim have them: one dict for each, which stays the same
+
+    def _keep_groups(self, native: nn.Cell) -> None:
+        """Let ``param_groups`` have an entry for each group that was given, whatever the native optimizer holds."""
+        if not hasattr(native, "param_groups"):
+            return
+        kept = self.__dict__.setdefault("param_groups", [])
+        held = dict(zip(native._lazycell_positions, native.param_groups))
+        for index, group in enumerate(self._groups.groups):
+            if index == len(kept):
+                kept.append(held[index] if index in held else self._empty_group(native, index, group.options))
+            elif index in held:
+                raw = self._raw_groups.pop(index, {})
+                for key, value in held[index].items():
+                    unset = key in raw and kept[index].get(key) is raw[key]
+                    if unset or key not in kept[index] or _is_of_parameters(key, value):
+                        kept[index][key] = value
+        native.param_groups = [kept[index] for index in native._lazycell_positions]
+        self.__dict__["lrs"] = [group["lr"] for group in kept]
+
+    def _empty_group(self, native: nn.Cell, index: int, options: dict[str, Any]) -> dict[str, Any]:
+        group = {**native.defaults, **options, "params": []}
+        name = f"learning_rate_group_{index}"
+        if name not in self._params:
+            self._states.put(Parameter(Tensor(float(group["lr"]), mindspore.float32), name=name))
+        group["lr"] = self._params[name]
+        self._raw_groups[index] = dict(group)  # not yet checked and converted by the class
+        return group
 
     def _take_over_options(self, native: nn.Cell) -> None:
-        """Let what was set in ``param_groups`` of one native optimizer hold in the others."""
-        source = vars(self).get("native")
-        if source is None or source is native or not hasattr(native, "param_groups"):
+        """Let what was set in ``param_groups`` hold in a native optimizer over a part of the parameters."""
+        kept = vars(self).get("param_groups")
+        if kept is None or native is vars(self).get("native"):
             return
-        known = dict(zip(source._lazycell_positions or [0], source.param_groups))
-        for position, group in zip(native._lazycell_positions or [0], native.param_groups):
-            options = known.get(position, {}).items()
-            group.update((key, value) for key, value in options if key != "params" and not _is_of_parameters(value))
+        for index, group in zip(native._lazycell_positions, native.param_groups):
+            raw = self._raw_groups.get(index, {})
+            for key, value in (kept[index] if index < len(kept) else {}).items():
+                if not (_is_of_parameters(key, value) or (key in raw and value is raw[key])):
+                    group[key] = value
 
     def _build_in(self) -> bool:
         """Get ready for a graph that is being compiled; if there is nothing to put in, it is refused: False."""
@@ -297,26 +349,46 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "parameters" not in vars(self) or (name.startswith("__") and name.endswith("__")):
+            if "_is_ready" not in vars(self) or (name.startswith("__") and name.endswith("__")):
                 raise
-        return getattr(self._whole(name), name)
+        if name in self._assigned:
+            return self._assigned[name]
+        native = self._whole(name)
+        return vars(self)[name] if name in vars(self) else getattr(native, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        described = getattr(self._factory, name, None) if "_factory" in vars(self) else None
-        if not isinstance(described, property):
+        own = "_is_ready" not in vars(self) or name.startswith("_") or name in vars(self) or hasattr(nn.Cell, name)
+        if own:
             super().__setattr__(name, value)
             return
         self._assigned[name] = value
         for native in self._natives.values():
             setattr(native, name, value)
+        if isinstance(value, Parameter):
+            self._states.put(value)
+
+    def __repr__(self) -> str:
+        if not self.parameters[:]:
+            return f"LazyOptimizer({self._factory.__name__}, nothing touched yet)"
+        return repr(self._whole("__repr__"))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyOptimizer:
+        raise LazyCellError(
+            "a LazyOptimizer can't be copied, as MindSpore's optimizers can't: build another one over the copied net, "
+            "and give it state_dict() of this one."
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as ``experimental.optim`` has it; its members may be lazy."""
         if not self._groups.named:
             raise LazyCellError("add_param_group() needs an optimizer that was built from parameter groups.")
         self._groups.add([param_group])
+        self._states.num_groups += 1
         self._natives.clear()
+        self.__dict__.pop("native", None)
         self.parameters._look()
+        if self.parameters[:]:
+            self._whole("param_groups")
 
     # Checkpoints
 
@@ -343,37 +415,17 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         Raises:
             LazyCellError: An entry belongs to nothing here, or has another shape. Nothing is changed then.
         """
-        if self.parameters[:]:
-            self._whole("load_state_dict")
-        own = {parameter.name for parameter, _ in self.parameters._known}
-        entries = {name: value for name, value in state_dict.items() if name not in own}
         if self._natives:
-            unknown = [name for name in entries if name not in self._params]
-            if strict:
-                self._refuse_foreign(unknown)
-            entries = {name: value for name, value in entries.items() if name not in self._foreign(unknown)}
-        for name, value in entries.items():
-            if name in self._params and tuple(self._params[name].shape) != tuple(value.shape):
-                shapes = f"{tuple(value.shape)}, but here it has {tuple(self._params[name].shape)}"
-                raise LazyCellError(f"the state {name} has shape {shapes}. Nothing was changed.")
-        for name, value in entries.items():
-            if name in self._params:
-                self._params[name].set_data(Tensor(value))
-            else:
-                self._params[name] = Parameter(Tensor(value), name=name, requires_grad=False)
+            self._whole("load_state_dict")
+        self._states.load(state_dict, strict, self.parameters._all)
 
-    def _foreign(self, names: list[str]) -> list[str]:
-        """Which names of states can't be those of any parameter here."""
-        suffixes = tuple("." + parameter.name for parameter, _ in self.parameters._known)
-        return [name for name in names if not name.endswith(suffixes)]
-
-    def _refuse_foreign(self, names: list[str]) -> None:
-        foreign = self._foreign(names)
-        if foreign:
-            raise LazyCellError(
-                f"{len(foreign)} entries of the state that was loaded belong to nothing here, {foreign[0]!r} first: "
-                "the checkpoint is that of another optimizer or net. strict=False leaves them out."
-            )
+    def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Parameter]]:
+        """What is saved in and loaded from checkpoints: the state, by name."""
+        if self.parameters[:]:
+            self._whole("parameters_and_names")
+        elif not self._params:
+            warn(UntouchedWarning(_STATELESS.format(factory=self._factory.__name__)))
+        return iter(list(self._params.items()))
 
 
 def _reusable(value: Any) -> Any:
@@ -381,22 +433,11 @@ def _reusable(value: Any) -> Any:
     return list(value) if isinstance(value, Iterator) and not isinstance(value, nn.Cell) else value
 
 
-def _are_equal(one: Parameter, other: Parameter) -> bool:
-    return one is other or (one.shape == other.shape and bool((one.asnumpy() == other.asnumpy()).all()))
-
-
-def _is_of_parameters(value: Any) -> bool:
-    return isinstance(value, ParameterTuple)
+def _is_of_parameters(key: str, value: Any) -> bool:
+    """Whether an entry of a parameter group lists its members, or state of theirs, rather than an option."""
+    return key == "params" or isinstance(value, ParameterTuple)
 
 
 def _names(parameters: list[Parameter]) -> str:
     more = f" and {len(parameters) - 5} more" if len(parameters) > 5 else ""
     return ", ".join(parameter.name for parameter in parameters[:5]) + more
-
-
-def _stable_name(name: str, positions: list[int]) -> str:
-    """A state's name, where MindSpore numbers groups, by the group's position among all that were given."""
-    found = re.fullmatch(r"(.*_group_)(\d+)", name)
-    if found is None or int(found[2]) >= len(positions):
-        return name
-    return f"{found[1]}{positions[int(found[2])]}"

@@ -122,6 +122,11 @@ def touch_order(parameter: Parameter) -> int | None:
     return getattr(parameter, "_lazycell_touched", None)
 
 
+def now() -> int:
+    """A number that is greater than those of all touches so far, and smaller than those of all to come."""
+    return next(_order)
+
+
 def is_touched(parameter: Parameter) -> bool:
     """Whether a parameter has taken part in a forward pass."""
     return touch_order(parameter) is not None

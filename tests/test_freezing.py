@@ -139,11 +139,66 @@ def test_what_later_layers_share_stays() -> None:
     assert net.head.weight.requires_grad and not net.embedding.bias.requires_grad
 
 
+def test_cells_that_later_layers_share_stay() -> None:
+    """So do cells that occur again later, their statistics too; names say which occurrence is meant."""
+
+    class Shared(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.a, self.b = nn.BatchNorm1d(4), nn.Dense(4, 4), nn.Dense(4, 4)
+            self.c = self.a
+            self.head = nn.SequentialCell(self.norm, nn.Dense(4, 4))
+
+    net = Shared()
+    net.set_train()
+    assert lazycell.freeze(net, before=net.b) == 0
+    assert lazycell.freeze(net, before=net.head, statistics=True) == 4
+    assert not net.a.weight.requires_grad and not net.b.weight.requires_grad and net.norm.gamma.requires_grad
+    assert net.norm.training
+    lazycell.unfreeze(net)
+    assert lazycell.freeze(net, before="c") == 2 and not net.b.weight.requires_grad
+    lazycell.unfreeze(net)
+    assert lazycell.freeze(net, "head.1.bias", net.norm.gamma, before=net.b) == 2
+
+
+def test_statistics_of_a_cell_with_children() -> None:
+    """Only its own are held: what is below it trains as before."""
+
+    class Codebook(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.moving_mean = Parameter(Tensor(np.ones(3, np.float32)), name="moving_mean", requires_grad=False)
+            self.drop, self.norm = nn.Dropout(p=0.5), nn.BatchNorm1d(3)
+
+    net = Codebook()
+    net.set_train()
+    lazycell.freeze(net, statistics=True)
+    assert not net.training and net.drop.training and not net.norm.training
+    lazycell.unfreeze(net.norm)
+    net.set_train(False)
+    net.set_train(True)
+    assert not net.training and net.drop.training and net.norm.training
+    lazycell.unfreeze(net)
+    assert net.training
+
+
+def test_statistics_that_always_move() -> None:
+    """Instance normalization looks at nothing that could hold them, which is said."""
+    net = nn.SequentialCell(nn.Dense(3, 3), nn.InstanceNorm1d(3))
+    with pytest.raises(lazycell.LazyCellError, match="InstanceNorm1d moves its statistics"):
+        lazycell.freeze(net, statistics=True)
+    assert net[0].weight.requires_grad
+    assert lazycell.freeze(net) > 0
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs", "error", "text"),
     [
         ((), {}, TypeError, "got nothing"),
         ((3,), {}, TypeError, "takes cells, parameters, names, and lists of these, but got a int"),
+        (({"a": 1},), {}, TypeError, "but got a dict"),
+        ((Tensor(1.0),), {}, TypeError, "but got a Tensor"),
+        (("net", ""), {}, lazycell.LazyCellError, "is named ''"),
         (("head",), {}, lazycell.LazyCellError, "no cell to look it up in"),
         (("net", "hed"), {}, lazycell.LazyCellError, "no parameter of Net is named 'hed'. Did you mean 'head'"),
         (("net", "head", "xyz.*"), {}, lazycell.LazyCellError, r"is named 'xyz.\*'"),
@@ -240,6 +295,9 @@ def test_freeze_state_of_another_net() -> None:
         with pytest.raises(lazycell.LazyCellError, match=text):
             lazycell.load_freeze_state(net, wrong)
     assert lazycell.freeze_state(net) == before
+    for wrong, text in ((None, "takes a dict"), ({"requires_grad.token": "False"}, "is the text 'False'")):
+        with pytest.raises(TypeError, match=text):
+            lazycell.load_freeze_state(net, wrong)
 
 
 class TestSpelling:

@@ -5,6 +5,7 @@ between is told apart by looking for the feature, with the version in a comment.
 """
 
 from lazycell._mindspore._cells import (
+    Place,
     can_hold_statistics,
     has_statistics,
     hold_statistics,
@@ -81,12 +82,14 @@ from lazycell._mindspore._storage import (
     needs_values,
     parameter_without_storage,
     set_initializer,
+    snapshot,
     tensor_without_storage,
     value_dunders,
 )
 from lazycell._mindspore._versions import TESTED, require_known_internals
 
 __all__ = [
+    "Place",
     "ConstructionHooks",
     "DTYPE",
     "Forget",
@@ -144,6 +147,7 @@ __all__ = [
     "running_cells",
     "set_buffer",
     "set_initializer",
+    "snapshot",
     "settle_graph",
     "statistics_are_still",
     "subclass_unseen",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from mindspore import Parameter, ParameterTuple, nn
@@ -70,12 +71,22 @@ def release_statistics(cell: nn.Cell) -> None:
             cell.use_batch_statistics = True
 
 
-def parameters_held(cell: nn.Cell) -> list[Parameter]:
-    """The parameters that a cell and all below it hold, in whatever attribute."""
-    found: dict[int, Parameter] = {}
+@dataclass(frozen=True)
+class Place:
+    """Where a cell holds a parameter: in which attribute, and in a tuple or list at which position of how many."""
 
-    def note(parameter: Parameter) -> Parameter:
-        found[id(parameter)] = parameter
+    attribute: str
+    index: int | None = None
+    length: int | None = None
+
+
+def parameters_held(cell: nn.Cell) -> list[tuple[Parameter, Place]]:
+    """The parameters that a cell and all below it hold, in whatever attribute, each with the first place found."""
+    found: dict[int, tuple[Parameter, Place]] = {}
+
+    def note(parameter: Parameter, place: Place) -> Parameter:
+        if id(parameter) not in found or (place.index is not None and found[id(parameter)][1].index is None):
+            found[id(parameter)] = parameter, place
         return parameter
 
     _map_parameters(cell, note)
@@ -84,29 +95,33 @@ def parameters_held(cell: nn.Cell) -> list[Parameter]:
 
 def replace_parameters(cell: nn.Cell, table: dict[int, Parameter]) -> None:
     """Let a cell and all below it hold other parameters; ``table`` gives them by the id of those to be replaced."""
-    _map_parameters(cell, lambda parameter: table.get(id(parameter), parameter))
+    _map_parameters(cell, lambda parameter, place: table.get(id(parameter), parameter))
 
 
-def _map_parameters(cell: nn.Cell, replace: Callable[[Parameter], Parameter]) -> None:
+_Replace = Callable[[Parameter, Place], Parameter]
+
+
+def _map_parameters(cell: nn.Cell, replace: _Replace) -> None:
     for _, current in cell.cells_and_names():
         for name, parameter in list(current._params.items()):
             if parameter is not None:
-                current._params[name] = replace(parameter)
+                current._params[name] = replace(parameter, Place(name))
         for name, value in list(vars(current).items()):
             if name not in ("_params", "_cells"):
-                vars(current)[name] = _mapped(value, replace)
+                vars(current)[name] = _mapped(value, replace, Place(name))
 
 
-def _mapped(value: Any, replace: Callable[[Parameter], Parameter]) -> Any:
+def _mapped(value: Any, replace: _Replace, place: Place) -> Any:
     if isinstance(value, Parameter):
-        return replace(value)
-    if type(value) is dict:
-        value.update((key, _mapped(item, replace)) for key, item in list(value.items()))
+        return replace(value, place)
+    if isinstance(value, dict):
+        value.update((key, _mapped(item, replace, Place(place.attribute))) for key, item in list(value.items()))
         return value
+    if type(value) not in (list, tuple, ParameterTuple):
+        return value
+    places = (Place(place.attribute, index, len(value)) for index in range(len(value)))
+    mapped = [_mapped(item, replace, inner) for item, inner in zip(value, places)]
     if type(value) is list:
-        value[:] = [_mapped(item, replace) for item in value]
+        value[:] = mapped
         return value
-    if type(value) in (tuple, ParameterTuple):
-        mapped = [_mapped(item, replace) for item in value]
-        return value if all(map(operator.is_, mapped, value)) else type(value)(mapped)
-    return value
+    return value if all(map(operator.is_, mapped, value)) else type(value)(mapped)

@@ -35,6 +35,18 @@ def may_have_run(cell: nn.Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return bool(api._pynative_executor.check_run(cell, *args, **kwargs)[0])
 
 
+@contextmanager
+def recording_ended() -> Iterator[None]:
+    """Stop recording gradients if an exception comes out of a gradient function; MindSpore goes on with it."""
+    try:
+        yield
+    except BaseException:
+        if not gradient_running():
+            api._pynative_executor.clear_res()
+            api._pynative_executor.set_grad_flag(False)
+        raise
+
+
 def captured(value: Any) -> tuple[bool, Any]:
     """What a function can take from outside, instead of as an argument, without a difference to its gradients.
 
@@ -129,7 +141,9 @@ class Reached:
         """Begin; the gradients of these, after that of `border`, are about to be computed."""
         self._parameters = parameters
         for parameter in (self.border, *parameters):
-            self._handles.append(parameter.register_hook(self._noting(id(parameter))))
+            # Not by Parameter's own method, nor by handle.remove(): each call of these makes MindSpore before 2.10
+            # compile every graph anew at its next call.
+            self._handles.append(_register_hook(parameter, self._noting(id(parameter))).id)
 
     def _noting(self, key: int) -> Callable[[Tensor], Tensor]:
         def note(gradient: Tensor) -> Tensor:  # MindSpore takes nothing but a function
@@ -142,7 +156,7 @@ class Reached:
     def end(self) -> list[bool]:
         """Whether a gradient has arrived at each parameter."""
         while self._handles:
-            self._handles.pop().remove()
+            Tensor.remove_hook(self._handles.pop())
         called, border = self._called or [], id(self.border)
         parameters, self._parameters, self._called = self._parameters, [], None
         if border not in called:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import mindspore
 from mindspore import Parameter, Tensor
@@ -61,6 +61,13 @@ def assign_storage(native: type, parameter: Parameter, values: Tensor) -> None:
     native.assign_value(parameter, values)  # type: ignore[attr-defined]
     parameter.init = None
     parameter.init_mode = None
+
+
+def snapshot(tensor: Tensor) -> Tensor:
+    """A plain tensor of the same bits, with storage of its own; a parameter's ``copy()`` is one, and never freed."""
+    if tensor.dtype == mindspore.bfloat16:  # which the operator doesn't know on every device
+        return cast(Tensor, Tensor(tensor).copy())
+    return cast(Tensor, mindspore.ops.deepcopy(tensor))
 
 
 _DEFERRED_TYPES = (
