@@ -593,7 +593,8 @@ def test_a_step_costs_no_calls_for_each_layer() -> None:
 
         def profile(frame, event, argument) -> None:
             nonlocal count
-            count += event == "call" and "lazycell" in str(frame.f_globals.get("__name__"))
+            ours = "lazycell" in str(frame.f_globals.get("__name__"))
+            count += event == "call" and ours and frame.f_code.co_name != "run_op_async"  # the guard of older MindSpore
 
         sys.setprofile(profile)
         try:
