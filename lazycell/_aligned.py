@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from mindspore import Parameter, ops
+from mindspore import Parameter, Tensor, ops
 
 from lazycell._errors import LazyCellError
 from lazycell._touching import now
@@ -101,7 +101,11 @@ participants: weakref.WeakSet[Participant] = weakref.WeakSet()
 
 
 def are_nonzero(gradients: list[Any]) -> list[bool]:
-    """Whether each of some gradients has an element that isn't zero."""
-    if not gradients:
-        return []
-    return [bool(found) for found in ops.stack([(gradient != 0).any() for gradient in gradients]).asnumpy()]
+    """Whether each of some gradients has an element that isn't zero; sparse ones count as such."""
+    dense = [index for index, gradient in enumerate(gradients) if isinstance(gradient, Tensor)]
+    answers = [True] * len(gradients)
+    if dense:
+        found = ops.stack([(gradients[index] != 0).any() for index in dense]).asnumpy()
+        for index, is_nonzero in zip(dense, found):
+            answers[index] = bool(is_nonzero)
+    return answers

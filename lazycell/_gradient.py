@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 import weakref
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from lazycell._aligned import Gradients, are_nonzero, participants
 from lazycell._dry_run import touch_by, within
 from lazycell._errors import LazyCellError, UntouchedError
 from lazycell._live import TouchedParameters
+
+_log = logging.getLogger("lazycell")
 
 _FROZEN = """\
 value_and_grad() and grad() were given frozen parameters in weights, for which MindSpore gives zeros instead of \
@@ -291,7 +294,11 @@ class _GradientFunction:
         """Whether each weight is in the graph of the function itself, for these arguments."""
         if not hasattr(self, "_forward"):
             self._forward = internals.ForwardGraphs(self._fn)
-        held = set(map(id, self._forward.parameters(args[:-1] if self._sens_param else args)))
+        try:
+            held = set(map(id, self._forward.parameters(args[:-1] if self._sens_param else args)))
+        except Exception as error:  # it has just been compiled with its gradients
+            _log.warning("it isn't known which parameters take part, so all count: %r", error)
+            return [True] * len(weights)
         return [id(weight) in held for weight in weights]
 
     def _positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

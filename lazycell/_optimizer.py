@@ -266,10 +266,11 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         kept = [(held, internals.snapshot(held)) for held in (*resting, *self._states.of(resting))]
         given = (gradients.get(id(parameter)) for parameter in self.parameters[:])
         zeros = (ops.zeros_like(p) if g is None else g for p, g in zip(self.parameters[:], given))
-        result = native(tuple(zeros), *args)
-        for held, before in kept:
-            ops.assign(held, before)  # in place: what has been compiled would not notice set_data()
-        return result
+        try:
+            return native(tuple(zeros), *args)
+        finally:
+            for held, before in kept:
+                ops.assign(held, before)  # in place: what has been compiled would not notice set_data()
 
     def _build(self, parameters: list[Parameter]) -> nn.Cell:
         wanted = {id(parameter) for parameter in parameters}
