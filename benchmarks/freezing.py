@@ -54,8 +54,8 @@ def mlp(batch: int = 512) -> tuple[nn.Cell, Tensor]:
     return Mlp(), Tensor(np.random.rand(batch, 768).astype(np.float32))
 
 
-def resnet18(batch: int = 16) -> tuple[nn.Cell, Tensor]:
-    """mindcv's resnet18 as six stages: stem, four of blocks, head; images of (3, 64, 64)."""
+def resnet18(batch: int = 4) -> tuple[nn.Cell, Tensor]:
+    """mindcv's resnet18 as six stages: stem, four of blocks, head; images of (3, 32, 32)."""
     from mindcv.models import create_model
 
     class Resnet(Chain):
@@ -65,7 +65,7 @@ def resnet18(batch: int = 16) -> tuple[nn.Cell, Tensor]:
             head = nn.SequentialCell(net.pool, net.classifier)
             super().__init__([stem, net.layer1, net.layer2, net.layer3, net.layer4, head])
 
-    return Resnet(), Tensor(np.random.rand(batch, 3, 64, 64).astype(np.float32))
+    return Resnet(), Tensor(np.random.rand(batch, 3, 32, 32).astype(np.float32))
 
 
 NETS = {"MLP": mlp, "resnet18": resnet18}
@@ -160,7 +160,7 @@ if __name__ == "__main__":
         asked, small = NETS[asked_net](1)
         asked_step = rivals(asked, small, asked_frozen)[asked_rival]
         asked_step(small)
-        print(peak(asked_step, NETS[asked_net](8 * (512 if asked_net == "MLP" else 16))[1]))
+        print(peak(asked_step, NETS[asked_net](8 * (512 if asked_net == "MLP" else 4))[1]))
     else:
         main()
     sys.stdout.flush()
