@@ -64,6 +64,11 @@ class UntouchedWarning(LazyCellWarning):
     __module__ = "lazycell"
 
 
+def the_first(names: list[str]) -> str:
+    """The first of some names, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
 def is_library_code(frame: FrameType) -> bool:
     """Whether a frame runs code of lazycell, of MindSpore or of the interpreter, rather than the user's."""
     return frame.f_code.co_filename.startswith(_NOT_THE_USERS)

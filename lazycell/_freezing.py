@@ -80,17 +80,11 @@ def freeze(*targets: Any, before: nn.Cell | str | None = None, statistics: bool 
                 f"{type(cell).__name__} moves its statistics whether it trains or not, so they can't be kept still: "
                 "freeze it without statistics=True. Nothing was changed."
             )
-    changed = []
     for parameter, _ in chosen.parameters.values():
         _deferral.check_spelling(parameter)
-        if parameter.requires_grad:
-            parameter.requires_grad = False
-            mark_frozen(parameter, True)
-            changed.append(parameter)
     if statistics:
         _hold(moving, True)
-    _touching.tell("parameters_frozen", changed)
-    return len(changed)
+    return _change([(p, False) for p, _ in chosen.parameters.values()])
 
 
 def unfreeze(*targets: Any, before: nn.Cell | str | None = None) -> int:
@@ -111,14 +105,17 @@ def unfreeze(*targets: Any, before: nn.Cell | str | None = None) -> int:
         LazyCellError: As for `freeze`.
     """
     chosen = _choose("unfreeze", targets, before)
-    changed = []
-    for parameter, named in chosen.parameters.values():
-        if not parameter.requires_grad and (named or is_frozen(parameter)):
-            parameter.requires_grad = True
-            mark_frozen(parameter, False)
-            changed.append(parameter)
     _hold(list(chosen.cells.values()), False)
-    _touching.tell("parameters_frozen", changed)
+    return _change([(p, True) for p, named in chosen.parameters.values() if named or is_frozen(p)])
+
+
+def _change(wanted: list[tuple[Parameter, bool]]) -> int:
+    """Let parameters require a gradient or not, and tell of those that change; how many these are."""
+    changed = [(parameter, trainable) for parameter, trainable in wanted if parameter.requires_grad != trainable]
+    for parameter, trainable in changed:
+        parameter.requires_grad = trainable
+        mark_frozen(parameter, not trainable)
+    _touching.tell("parameters_frozen", [parameter for parameter, _ in changed])
     return len(changed)
 
 
@@ -267,8 +264,7 @@ def load_freeze_state(net: nn.Cell, state: dict[str, Any]) -> None:
             net lacks. Nothing is changed then.
     """
     parameters, moving = _by_name(net)
-    known = {_GRADIENT + name: parameter for name, parameter in parameters.items()}
-    known |= {_STATISTICS + name: cell for name, cell in moving.items()}
+    known = {_GRADIENT + name for name in parameters} | {_STATISTICS + name for name in moving}
     if not isinstance(state, Mapping):
         raise TypeError(f"load_freeze_state() takes a dict, but got a {type(state).__name__}.")
     given = {key: _as_bool(key, value) for key, value in state.items() if key.startswith((_GRADIENT, _STATISTICS))}
@@ -277,22 +273,16 @@ def load_freeze_state(net: nn.Cell, state: dict[str, Any]) -> None:
             "the state holds no entry of lazycell.freeze_state(): save the checkpoint with "
             "append_dict=lazycell.freeze_state(net)."
         )
-    differing = sorted(given.keys() ^ known.keys())
+    differing = sorted(given.keys() ^ known)
     if differing:
         lacking = "the state" if differing[0] in known else type(net).__name__
         raise LazyCellError(
             f"the freeze state is that of another net: {lacking} lacks {differing[0]!r}, and {len(differing)} names "
             "differ in all. Nothing was changed."
         )
-    changed = []
-    for key, value in given.items():
-        if isinstance(known[key], nn.Cell):
-            _hold([known[key]], not value)
-        elif known[key].requires_grad != value:
-            known[key].requires_grad = value
-            mark_frozen(known[key], not value)
-            changed.append(known[key])
-    _touching.tell("parameters_frozen", changed)
+    for moves in (True, False):  # each looks through all graphs once
+        _hold([cell for name, cell in moving.items() if given[_STATISTICS + name] is moves], not moves)
+    _change([(parameter, given[_GRADIENT + name]) for name, parameter in parameters.items()])
 
 
 def _as_bool(key: str, value: Any) -> bool:

@@ -18,7 +18,7 @@ from lazycell import _mindspore as internals
 from lazycell import _reading, _touching
 from lazycell._aligned import Gradients, are_nonzero, participants
 from lazycell._dry_run import touch_by, within
-from lazycell._errors import LazyCellError, UntouchedError
+from lazycell._errors import LazyCellError, UntouchedError, the_first
 from lazycell._live import TouchedParameters
 
 _log = logging.getLogger("lazycell")
@@ -30,7 +30,6 @@ gradients: {names}. Leave them out (trainable_params() does), or call lazycell.u
 _EMPTY = """\
 there is nothing to compute gradients for: {why}. Give value_and_grad() or grad() parameters that the function uses, \
 and that require a gradient."""
-
 
 _KINDS = "weights must be a live list, a cell, a parameter, or a list of parameters, but is {kind}."
 
@@ -266,10 +265,9 @@ class _GradientFunction:
                 raise TypeError(_KINDS.format(kind=f"a list with a {type(weight).__name__}"))
         if not weights:
             raise LazyCellError(_EMPTY.format(why="weights is empty"))
-        if not internals.all_trainable(weights):
+        if not all(internals.trainable_flags(weights)):
             frozen = [parameter.name for parameter in weights if not parameter.requires_grad]
-            more = f" and {len(frozen) - 5} more" if len(frozen) > 5 else ""
-            raise LazyCellError(_FROZEN.format(names=", ".join(frozen[:5]) + more))
+            raise LazyCellError(_FROZEN.format(names=the_first(frozen)))
 
     # In Graph mode
 
@@ -356,7 +354,7 @@ class _GradientFunction:
         return self._with_gradients(result, known)
 
 
-class _InGraphs:
+class _InGraphs(_touching.Observer):
     """The graphs that hold a list of weights; compiled anew, they refuse what has been frozen among them."""
 
     def __init__(self) -> None:
@@ -369,15 +367,6 @@ class _InGraphs:
     def parameters_frozen(self, parameters: list[Parameter]) -> None:
         while self._graphs:
             self._graphs.pop()()
-
-    def parameter_touched(self, parameter: Parameter) -> None:
-        """Part of the observer's interface; only freezing matters here."""
-
-    def cell_used(self, cell: nn.Cell) -> None:
-        """Likewise."""
-
-    def touches_forgotten(self, cell: nn.Cell) -> None:
-        """Likewise."""
 
 
 class Refusal:

@@ -71,13 +71,14 @@ class Groups:
     """The parameter groups of an optimizer, as they were given."""
 
     def __init__(self, params: Any) -> None:
-        given = list(params) if isinstance(params, Iterable) and not _is_source(params) else params
-        self.named = not _is_source(given) and isinstance(given, list) and any(isinstance(e, dict) for e in given)
+        entries = list(params) if isinstance(params, Iterable) and not _is_source(params) else [params]
+        if not entries:
+            raise LazyCellError("LazyOptimizer got an empty list: there are no parameters to update.")
+        self.named = any(isinstance(entry, dict) for entry in entries)
         self.groups: list[Group] = []
         self.order: Group | None = None
-        if isinstance(given, list) and not _is_source(given) and not given:
-            raise LazyCellError("LazyOptimizer got an empty list: there are no parameters to update.")
-        self.add(given if self.named else [{"params": given}])
+        whole = params if _is_source(params) else entries
+        self.add(entries if self.named else [{"params": whole}])
 
     def add(self, entries: list[Any]) -> None:
         """Add groups."""
@@ -100,6 +101,10 @@ class Groups:
     def sources(self) -> list[Group]:
         """All that parameters come from."""
         return [group for group in (*self.groups, self.order) if group is not None and group.source is not None]
+
+    def lists(self) -> list[TouchedParameters]:
+        """The live lists among these."""
+        return [group.source for group in self.sources() if isinstance(group.source, TouchedParameters)]
 
     def members(self) -> list[list[tuple[Parameter, bool]]]:
         """For each group what it may come to hold.
@@ -143,12 +148,11 @@ class OptimizerParameters(TouchedParameters):
         return iter(members.values())
 
     def has_completed(self) -> bool:
-        lists = [group.source for group in self._groups.sources() if isinstance(group.source, TouchedParameters)]
+        lists = self._groups.lists()
         return any(source.has_completed() for source in lists) or len(lists) < len(self._groups.sources())
 
     def _changes_unseen(self) -> bool:
-        lists = [group.source for group in self._groups.sources() if isinstance(group.source, TouchedParameters)]
-        return any(source._changes_unseen() for source in lists)
+        return any(source._changes_unseen() for source in self._groups.lists())
 
     def _name(self) -> str:
         return f"LazyOptimizer({self._factory})"

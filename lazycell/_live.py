@@ -13,7 +13,7 @@ from lazycell import _mindspore as internals
 from lazycell import _reading, _touching
 from lazycell._errors import UntouchedError, UntouchedWarning, warn
 from lazycell._registry import require_tracked
-from lazycell._touching import Structure, is_touched, own_parameters, state_of
+from lazycell._touching import Observer, Structure, is_touched, own_parameters, state_of
 
 _UNTOUCHED = """\
 the touched parameters of {name} were listed before any forward pass of it had completed, so the list is empty \
@@ -27,7 +27,7 @@ a function was compiled with the touched parameters of {name} before anything ha
 gradients of nothing. Call the net, or lazycell.dry_run(net, inputs), and then the function again."""
 
 
-class TouchedParameters(list[Parameter]):
+class TouchedParameters(list[Parameter], Observer):
     """The touched parameters of a cell that require a gradient: a live list.
 
     It is empty before the first forward pass, and filled in place when parameters are touched, in the order in
@@ -92,9 +92,6 @@ class TouchedParameters(list[Parameter]):
                 self._ranks.insert(place, rank)
                 self.insert(place, parameter)
                 self._leave_graphs()
-
-    def cell_used(self, cell: nn.Cell) -> None:
-        """Part of the observer's interface; only parameters matter here."""
 
     def touches_forgotten(self, cell: nn.Cell) -> None:
         """Count anew; called when the touches below a cell were reset."""

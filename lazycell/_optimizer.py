@@ -14,7 +14,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from lazycell import _mindspore as internals
 from lazycell import _reading
 from lazycell._aligned import Gradients, are_nonzero, participants
-from lazycell._errors import LazyCellError, UntouchedError, UntouchedWarning, warn
+from lazycell._errors import LazyCellError, UntouchedError, UntouchedWarning, the_first, warn
 from lazycell._gradient import Refusal
 from lazycell._groups import Groups, OptimizerParameters
 from lazycell._states import States
@@ -440,5 +440,4 @@ def _is_of_parameters(key: str, value: Any) -> bool:
 
 
 def _names(parameters: list[Parameter]) -> str:
-    more = f" and {len(parameters) - 5} more" if len(parameters) > 5 else ""
-    return ", ".join(parameter.name for parameter in parameters[:5]) + more
+    return the_first([parameter.name for parameter in parameters])

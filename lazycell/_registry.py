@@ -167,7 +167,7 @@ def registry(cell: nn.Cell) -> LayerRegistry:
 # Callbacks
 
 
-class TouchHandle:
+class TouchHandle(_touching.Observer):
     """One ``on_touch``: tells of first uses below a cell until it is removed; `remove` may be called twice."""
 
     def __init__(self, cell: nn.Cell, callback: Callable[[LayerRecord], None]) -> None:
@@ -219,9 +219,6 @@ class TouchHandle:
         if root is not None:
             self._told = {id(node.cell) for node in self._look(root) if node.order is not None}
             self._position = len(self._told - {id(root)})
-
-    def parameters_frozen(self, parameters: list[Parameter]) -> None:
-        """Part of the observer's interface; only touches matter here."""
 
     def _tell(self, used: list[Node]) -> None:
         """Call back for layers and for the containers above them, outermost first."""

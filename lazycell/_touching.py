@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from mindspore import Parameter, nn
 
@@ -78,16 +78,20 @@ def state_of(cell: nn.Cell) -> CellState | None:
 # Events
 
 
-class Observer(Protocol):
-    """Someone to tell of first uses; held weakly."""
+class Observer:
+    """Someone to tell of first uses and of freezing; held weakly. Each does something about what matters to it."""
 
-    def parameter_touched(self, parameter: Parameter) -> None: ...
+    def parameter_touched(self, parameter: Parameter) -> None:
+        """A parameter takes part in a forward pass for the first time."""
 
-    def cell_used(self, cell: nn.Cell) -> None: ...
+    def cell_used(self, cell: nn.Cell) -> None:
+        """A cell is used for the first time."""
 
-    def touches_forgotten(self, cell: nn.Cell) -> None: ...
+    def touches_forgotten(self, cell: nn.Cell) -> None:
+        """The touches below a cell were reset."""
 
-    def parameters_frozen(self, parameters: list[Parameter]) -> None: ...
+    def parameters_frozen(self, parameters: list[Parameter]) -> None:
+        """Parameters were frozen or unfrozen."""
 
 
 class _Kept(set[Any]):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import mindspore as ms
@@ -80,3 +83,22 @@ def resident_bytes() -> int:
     """Bytes of memory that this process holds."""
     gc.collect()
     return int(psutil.Process().memory_info().rss)
+
+
+def lazycell_calls(function: Callable[[], object], with_guard: bool = True) -> int:
+    """How many functions of lazycell a call runs; the guard of operators before MindSpore 2.9 can be left out."""
+    package = str(Path(lazycell.__file__).parent)
+    count = 0
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        ours = event == "call" and frame.f_code.co_filename.startswith(package)
+        if ours and (with_guard or "run_op_async" not in (frame.f_code.co_name, frame.f_back.f_code.co_name)):
+            count += 1
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count

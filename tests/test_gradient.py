@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 from collections.abc import Callable
 from random import Random
@@ -11,7 +10,7 @@ from random import Random
 import mindspore as ms
 import numpy as np
 import pytest
-from helpers import bits, both, is_deferred, names, ones
+from helpers import bits, both, is_deferred, lazycell_calls, names, ones
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
@@ -588,22 +587,6 @@ def test_freezing_a_weight_that_a_graph_holds(mode: str) -> None:
 def test_a_step_costs_no_calls_for_each_layer() -> None:
     """What is asked at every step is asked of all parameters at once."""
 
-    def calls(function: Callable[[], object]) -> int:
-        count = 0
-
-        def profile(frame, event, argument) -> None:
-            nonlocal count
-            ours = "lazycell" in str(frame.f_globals.get("__name__"))
-            guard = "run_op_async" in (frame.f_code.co_name, frame.f_back.f_code.co_name)  # of older MindSpore
-            count += event == "call" and ours and not guard
-
-        sys.setprofile(profile)
-        try:
-            function()
-        finally:
-            sys.setprofile(None)
-        return count
-
     counts = []
     for layers in (3, 60):
         net = lazycell.track(nn.SequentialCell([nn.Dense(3, 3) for _ in range(layers)]))
@@ -611,7 +594,7 @@ def test_a_step_costs_no_calls_for_each_layer() -> None:
         for weights in (list(net.trainable_params()), net):
             function = lazycell.grad(lambda_free(net), None, weights)
             function(x)
-            counts.append(calls(lambda function=function, x=x: function(x)))
+            counts.append(lazycell_calls(lambda function=function, x=x: function(x), with_guard=False))
     assert counts[2] <= counts[0] + 3 and counts[3] <= counts[1] + 3
 
 

@@ -386,21 +386,24 @@ def test_graphs_from_before_a_reset(release: bool, outer: bool) -> None:
     assert not TOUCHED & deferred(net)
 
 
+class GradientsOf(nn.Cell):
+    """A cell that computes the gradients of a net for a list of weights."""
+
+    def __init__(self, net: nn.Cell, weights: list[Parameter]) -> None:
+        super().__init__(auto_prefix=False)
+        self.net, self.weights = net, weights
+        self.gradient = ops.GradOperation(get_by_list=True)
+
+    def construct(self, x):
+        return self.gradient(self.net, self.weights)(x)
+
+
 def test_a_live_list_in_a_cell_that_is_compiled() -> None:
     """Gradients of a list that nothing has filled are refused, each time, until the net has run."""
 
-    class Step(nn.Cell):
-        def __init__(self, net: nn.Cell, weights: list[Parameter]) -> None:
-            super().__init__(auto_prefix=False)
-            self.net, self.weights = net, weights
-            self.gradient = ops.GradOperation(get_by_list=True)
-
-        def construct(self, x):
-            return self.gradient(self.net, self.weights)(x)
-
     net = make(lazycell.LazyCell)
     ms.set_context(mode=ms.GRAPH_MODE)
-    step = Step(net, net.trainable_params())
+    step = GradientsOf(net, net.trainable_params())
     for _ in range(2):
         with pytest.raises(lazycell.UntouchedError, match="gradients of nothing"):
             step(X)
@@ -421,22 +424,13 @@ def test_a_live_list_that_the_compilation_of_a_cell_fills() -> None:
                 return self.a(x)
             return self.b(x)
 
-    class Step(nn.Cell):
-        def __init__(self, net: nn.Cell, weights: list[Parameter]) -> None:
-            super().__init__(auto_prefix=False)
-            self.net, self.weights = net, weights
-            self.gradient = ops.GradOperation(get_by_list=True)
-
-        def construct(self, x):
-            return self.gradient(self.net, self.weights)(x)
-
     net, x = Both(), ops.ones((2, 4))
     net(x)
     live = net.trainable_params()
     expected = ms.grad(net, None, [net.a.weight, net.a.bias])(x)
     assert names(live) == ["a.weight", "a.bias"]
     ms.set_context(mode=ms.GRAPH_MODE)
-    step = Step(net, live)
+    step = GradientsOf(net, live)
     for _ in range(2):
         gradients = step(x)
         assert names(live) == ["b.weight", "b.bias", "a.weight", "a.bias"]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from helpers import ones
+from helpers import lazycell_calls, ones
 from mindspore import Tensor, nn
 
 import lazycell
@@ -72,23 +71,6 @@ class Net(lazycell.LazyCell):
         for layer in self.live:
             x = layer(x)
         return x
-
-
-def lazycell_calls(function) -> int:
-    """How many functions of lazycell a call runs."""
-    package = str(Path(lazycell.__file__).parent)
-    count = 0
-
-    def profile(frame, event: str, argument: object) -> None:
-        nonlocal count
-        count += event == "call" and frame.f_code.co_filename.startswith(package)
-
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 @pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")

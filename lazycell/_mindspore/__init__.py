@@ -48,7 +48,6 @@ from lazycell._mindspore._meta import (
 )
 from lazycell._mindspore._recording import (
     Reached,
-    all_trainable,
     captured,
     gradient_running,
     hooks_anywhere,
@@ -102,7 +101,6 @@ __all__ = [
     "Reached",
     "StaleGraph",
     "TESTED",
-    "all_trainable",
     "assign_storage",
     "buffers",
     "can_be_deferred",

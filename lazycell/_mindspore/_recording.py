@@ -113,13 +113,8 @@ def hooks_anywhere() -> Iterator[None]:
                 _Hooks.undo()
 
 
-def all_trainable(parameters: list[Parameter]) -> bool:
-    """Whether every one of some parameters requires a gradient; asked at each step."""
-    return all([parameter._param_info.requires_grad for parameter in parameters])  # the property costs three calls
-
-
 def trainable_flags(parameters: list[Parameter]) -> list[bool]:
-    """Whether each of some parameters requires a gradient; asked at each step."""
+    """Whether each of some parameters requires a gradient; asked at each step, and the property costs three calls."""
     return [parameter._param_info.requires_grad for parameter in parameters]
 
 
