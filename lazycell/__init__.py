@@ -8,7 +8,9 @@ from lazycell._gradient import grad, value_and_grad
 from lazycell._layers import LayerRecord, LayerState
 from lazycell._live import TouchedParameters, trainable_params
 from lazycell._optimizer import LazyOptimizer
+from lazycell._patch import PatchHandle, is_patched, patch, unpatch
 from lazycell._registry import LayerRegistry, registry
+from lazycell._report import report
 
 __version__ = "0.1.0"
 
@@ -20,6 +22,7 @@ __all__ = [
     "LazyCellError",
     "LazyCellWarning",
     "LazyOptimizer",
+    "PatchHandle",
     "TouchedParameters",
     "UntouchedError",
     "UntouchedWarning",
@@ -28,14 +31,18 @@ __all__ = [
     "freeze",
     "freeze_state",
     "grad",
+    "is_patched",
     "load_freeze_state",
     "materialize",
     "optional",
+    "patch",
     "registry",
     "release",
+    "report",
     "spec",
     "track",
     "trainable_params",
     "unfreeze",
+    "unpatch",
     "value_and_grad",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from mindspore import Parameter, nn
@@ -22,6 +22,7 @@ class _Construction(threading.local):
 
     depth = 0
     cells: list[nn.Cell]
+    optimizers: list[nn.Cell]
     parameters: list[Parameter]
     store: _deferral.ValueStore | None = None
 
@@ -36,9 +37,11 @@ _current = _Construction()
 
 
 def _on_cell(cell: nn.Cell) -> None:
-    if not internals.is_helper(cell):
+    if internals.is_layer(cell):
         _tracking.begin(cell)
         _current.cells.append(cell)
+    elif internals.is_optimizer_class(type(cell)):
+        _current.optimizers.append(cell)
 
 
 def _on_parameter(parameter: Parameter) -> None:
@@ -60,19 +63,32 @@ def constructing() -> Iterator[None]:
             _current.depth -= 1
         return
     internals.require_known_internals()
-    _current.cells, _current.parameters, _current.store = [], [], None
+    _current.cells, _current.optimizers, _current.parameters, _current.store = [], [], [], None
     with _hooks.open():
         _current.depth = 1
         try:
             yield
         finally:
             _current.depth = 0
-            cells, parameters = _current.cells, _current.parameters
-            del _current.cells, _current.parameters, _current.store
-    _finish(cells, parameters)
+            cells, optimizers, parameters = _current.cells, _current.optimizers, _current.parameters
+            del _current.cells, _current.optimizers, _current.parameters, _current.store
+    _finish(cells, optimizers, parameters)
 
 
-def _finish(cells: list[nn.Cell], parameters: list[Parameter]) -> None:
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Build as MindSpore does, though a constructor may be running."""
+    depth, _current.depth = _current.depth, 0
+    try:
+        yield
+    finally:
+        _current.depth = depth
+
+
+def _finish(cells: list[nn.Cell], optimizers: list[nn.Cell], parameters: list[Parameter]) -> None:
+    for optimizer in optimizers:  # nobody watches what their graphs hold
+        for parameter in _touching.own_parameters(optimizer) + _touching.hidden_parameters(optimizer):
+            _deferral.materialize(parameter)
     cells = list(_touching.subtree(*cells))  # with those that a constructor copied rather than built
     for cell in cells:
         if _touching.state_of(cell) is not None:
@@ -86,19 +102,40 @@ def _finish(cells: list[nn.Cell], parameters: list[Parameter]) -> None:
                 _deferral.materialize(parameter)
 
 
-def prepare(cls: type) -> None:
-    """Let a class's ``__init__``, from its first line to its last, count as construction."""
+def prepare(cls: type, wanted: Callable[[], bool] = lambda: True) -> bool:
+    """Let a class's ``__init__``, from its first line to its last, count as construction.
+
+    Args:
+        cls: The class.
+        wanted: Whether it is to count, asked at each construction.
+
+    Returns:
+        False if it was so before, or is so by inheritance.
+    """
     inherited: Callable[..., None] = cls.__init__  # type: ignore[misc]
     own: Callable[..., None] | None = cls.__dict__.get("__init__")
     if hasattr(own or inherited, _MARK):
-        return
+        return False
 
     @functools.wraps(inherited)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        with constructing():
+        with constructing() if wanted() else nullcontext():
             # A class without an __init__ must not stand between its bases in a subclass's order.
             init = own.__get__(self) if own else super(cls, self).__init__  # type: ignore[arg-type]
             init(*args, **kwargs)
 
-    setattr(__init__, _MARK, True)
+    setattr(__init__, _MARK, own)
     cls.__init__ = __init__  # type: ignore[misc]
+    return True
+
+
+def leave(cls: type) -> None:
+    """Undo `prepare`, unless someone has put another ``__init__`` there since."""
+    init = cls.__dict__.get("__init__")
+    if not hasattr(init, _MARK):
+        return
+    own = getattr(init, _MARK)
+    if own is None:
+        del cls.__init__  # type: ignore[misc]
+    else:
+        cls.__init__ = own  # type: ignore[misc]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mindspore
-from mindspore import Parameter, ParameterTuple, nn
+from mindspore import Parameter, ParameterTuple, nn, ops
 
 from lazycell import _deferral
 from lazycell import _mindspore as internals
@@ -19,9 +19,11 @@ from lazycell import _reading, _touching
 from lazycell._aligned import Gradients, are_nonzero, participants
 from lazycell._dry_run import touch_by, within
 from lazycell._errors import LazyCellError, UntouchedError, the_first
+from lazycell._history import History
 from lazycell._live import TouchedParameters
 
 _log = logging.getLogger("lazycell")
+NATIVE_GRAD, NATIVE_VALUE_AND_GRAD = mindspore.grad, mindspore.value_and_grad  # whatever patch() puts in their place
 
 _FROZEN = """\
 value_and_grad() and grad() were given frozen parameters in weights, for which MindSpore gives zeros instead of \
@@ -92,6 +94,31 @@ def grad(
     return _function(_GradientFunction(fn, grad_position, weights, False, has_aux, return_ids, sens_param))
 
 
+def as_mindspore_takes_them(native: Callable[..., Any]) -> Callable[..., Any]:
+    """`grad` or `value_and_grad` for code that was written for MindSpore's: it may name frozen parameters, or none.
+
+    Args:
+        native: ``mindspore.grad`` or ``mindspore.value_and_grad``.
+    """
+    signature = inspect.signature(value_and_grad)
+
+    def function(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        try:
+            given = signature.bind(*args, **kwargs)
+        except TypeError:
+            return native(*args, **kwargs)  # type: ignore[no-any-return]  # raises its own
+        given.apply_defaults()
+        fn, grad_position, weights, has_aux, return_ids, sens_param = given.args
+        many = weights if isinstance(weights, (list, tuple)) and weights else [weights]
+        if not (isinstance(weights, TouchedParameters) or all(isinstance(weight, Parameter) for weight in many)):
+            return native(*args, **kwargs)  # type: ignore[no-any-return]
+        get_value = native is NATIVE_VALUE_AND_GRAD
+        flags = has_aux, return_ids, sens_param, True
+        return _function(_GradientFunction(fn, grad_position, weights, get_value, *flags))
+
+    return function
+
+
 def _function(gradient: _GradientFunction) -> Callable[..., Any]:
     """A plain function, which can be decorated by ``mindspore.jit`` and called in graphs, as MindSpore's own can."""
 
@@ -127,13 +154,15 @@ class _GradientFunction:
         has_aux: bool,
         return_ids: bool,
         sens_param: bool,
+        takes_frozen: bool = False,
     ) -> None:
         self._fn = fn
+        self._takes_frozen = takes_frozen  # and gives zeros for them, as MindSpore does
         self._get_value = get_value
         self._by_position = grad_position is not None
         self._has_aux, self._return_ids, self._sens_param = has_aux, return_ids, sens_param
         self._weights = _understood(weights)
-        make = mindspore.value_and_grad if get_value else mindspore.grad
+        make = NATIVE_VALUE_AND_GRAD if get_value else NATIVE_GRAD
         optional = {"sens_param": True} if sens_param else {}  # MindSpore 2.8 and later
         self._native = functools.partial(
             make, grad_position=grad_position, has_aux=has_aux, return_ids=return_ids, **optional
@@ -148,6 +177,8 @@ class _GradientFunction:
         self._version = -1
         self._compiled: tuple[list[int], Callable[..., Any]] | None = None
         self._in_graphs = _InGraphs()
+        self._history = History()
+        self._has_run = False
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Compute values and gradients, in the mode that is set."""
@@ -165,15 +196,20 @@ class _GradientFunction:
     def _in_python(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let MindSpore run the function; which weights there are is looked up when it has run."""
         if isinstance(self._fn, nn.Cell) and not self._has_aux and internals.may_have_run(self._fn, args, kwargs):
+            self._fill_given()
             result = self._native(self._fn, weights=self._weights)(*args, **kwargs)  # it takes the pass that has run
             return self._with_parameters(result, self._now(), None)
-        weights: list[Parameter] = []
+        everything: list[Parameter] = []
+        weights: list[Parameter] = []  # without those that were given and have no storage: their gradients are zeros
         listed = isinstance(self._weights, (list, tuple))
-        reached = internals.Reached() if listed and participants and not internals.gradient_running() else None
+        wanted = listed and (participants or not self._has_run) and not internals.gradient_running()
+        reached = internals.Reached() if wanted else None
+        self._has_run = True
 
         def forward(*inputs: Any, **named: Any) -> Any:
             outputs = self._fn(*inputs, **named)
-            weights[:] = self._now()
+            everything[:] = self._now()
+            weights[:] = self._with_storage(everything)
             if reached is not None:
                 reached.watch(weights[:])
                 weights.insert(0, reached.border)
@@ -193,7 +229,37 @@ class _GradientFunction:
         if reached is not None:
             result = self._without_first(result)
             del weights[0]
-        return self._with_parameters(result, weights, active)
+        if len(weights) == len(everything) or not listed:
+            return self._with_parameters(result, weights, active)
+        result = self._with_zeros(result, weights, everything)
+        took_part = {id(weight) for weight, arrived in zip(weights, active or [True] * len(weights)) if arrived}
+        return self._with_parameters(result, everything, [id(parameter) in took_part for parameter in everything])
+
+    def _fill_given(self) -> None:
+        """Give storage to the weights that the user listed, used or not: MindSpore is about to be given them."""
+        if not isinstance(self._weights, TouchedParameters):
+            for parameter in _deferral.deferred_among(_listed(self._weights)):
+                _deferral.materialize(parameter)
+
+    def _with_storage(self, weights: list[Parameter]) -> list[Parameter]:
+        """Which weights to differentiate by; at least one."""
+        deferred = _deferral.deferred_among(weights)
+        if len(deferred) == len(weights) or self._return_ids:
+            for parameter in deferred:
+                _deferral.materialize(parameter)
+            return weights[:]
+        return [parameter for parameter in weights if not _deferral.is_deferred(parameter)] if deferred else weights[:]
+
+    def _with_zeros(self, result: Any, weights: list[Parameter], everything: list[Parameter]) -> Any:
+        """A result with zeros for the weights that weren't differentiated by."""
+        place = {id(parameter): index for index, parameter in enumerate(weights)}
+
+        def filled(gradients: Any) -> Any:
+            return tuple(
+                gradients[place[id(p)]] if id(p) in place else ops.zeros(p.shape, p.dtype) for p in everything
+            )
+
+        return self._with_gradients(result, filled)
 
     def _without_first(self, result: Any) -> Any:
         """A result without the gradient of the first weight."""
@@ -254,8 +320,6 @@ class _GradientFunction:
         weights = _listed(self._weights)
         if not weights:
             raise UntouchedError(_EMPTY.format(why=_why_empty(self._weights)))
-        for parameter in _deferral.deferred_among(weights):  # given by the user, and not used: its gradient is zero
-            _deferral.materialize(parameter)
         return weights
 
     def _refuse_unfit(self) -> None:
@@ -263,6 +327,8 @@ class _GradientFunction:
         for weight in weights:
             if not isinstance(weight, Parameter):
                 raise TypeError(_KINDS.format(kind=f"a list with a {type(weight).__name__}"))
+        if self._takes_frozen:
+            return
         if not weights:
             raise LazyCellError(_EMPTY.format(why="weights is empty"))
         if not all(internals.trainable_flags(weights)):
@@ -279,6 +345,7 @@ class _GradientFunction:
             if not live.has_completed():
                 touch_by(self._fn, args[:-1] if self._sens_param else args, {})
             self._now()
+        self._fill_given()
         held = [] if live is not None else list(map(id, _listed(self._weights)))
         if self._compiled is None or self._compiled[0] != held:
             self._compiled = held, self._native(self._fn, weights=self._weights)
@@ -347,6 +414,7 @@ class _GradientFunction:
             values = tuple(pair[1] for pair in gradients) if self._return_ids else gradients
             made = Gradients(values, weights, active and _verified(values, active))
             if active is not None:
+                self._history.note(made.parameters, made.active)
                 for participant in list(participants):
                     participant.took_part(made)
             return gradients if self._return_ids else made
@@ -391,7 +459,9 @@ def _understood(weights: Any) -> Any:
 
 
 def _listed(weights: Any) -> list[Parameter]:
-    return [weights] if isinstance(weights, Parameter) else list(weights[:])
+    if isinstance(weights, TouchedParameters):
+        return weights.counted()
+    return [weights] if isinstance(weights, Parameter) else list(weights)
 
 
 def _why_empty(weights: TouchedParameters) -> str:

@@ -137,6 +137,7 @@ class OptimizerParameters(TouchedParameters):
 
     def __init__(self, groups: Groups, factory: str) -> None:
         list.__init__(self)
+        self._counted = []
         self._groups, self._factory = groups, factory
         self._watch()
 
@@ -148,8 +149,7 @@ class OptimizerParameters(TouchedParameters):
         return iter(members.values())
 
     def has_completed(self) -> bool:
-        lists = self._groups.lists()
-        return any(source.has_completed() for source in lists) or len(lists) < len(self._groups.sources())
+        return any(source.has_completed() for source in self._groups.lists()) or bool(self._counted)
 
     def _changes_unseen(self) -> bool:
         return any(source._changes_unseen() for source in self._groups.lists())

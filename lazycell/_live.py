@@ -19,12 +19,21 @@ _UNTOUCHED = """\
 the touched parameters of {name} were listed before any forward pass of it had completed, so the list is empty \
 or incomplete. Call the net or a gradient function over it once, or lazycell.dry_run(net, inputs), before \
 you build an optimizer or a graph from the list; or build the optimizer as lazycell.LazyOptimizer(nn.Adam, net), which \
-waits for the first forward pass. To count parameters, use get_parameters(), which lists all of them; to freeze them, \
-lazycell.freeze()."""
+waits for the first forward pass; or call lazycell.patch() before, under which all optimizers wait. To count \
+parameters, use get_parameters(), which lists all of them; to freeze them, lazycell.freeze()."""
 
 _BUILT_IN = """\
 a function was compiled with the touched parameters of {name} before anything had touched one, so it computes \
 gradients of nothing. Call the net, or lazycell.dry_run(net, inputs), and then the function again."""
+
+
+class Unused:
+    """Whether a live list shows all that it may come to hold, as long as nothing of it has been used.
+
+    Only under the patch: scripts that know nothing of live lists filter, add and freeze what they list first.
+    """
+
+    shown = False
 
 
 class TouchedParameters(list[Parameter], Observer):
@@ -32,6 +41,9 @@ class TouchedParameters(list[Parameter], Observer):
 
     It is empty before the first forward pass, and filled in place when parameters are touched, in the order in
     which plain ``nn.Cell.trainable_params()`` gives them. Slices and copies are ordinary lists.
+
+    Under `patch` it lists all parameters until one of them is touched. They have no storage then, and an optimizer
+    built from a part of them waits, as one built from the list itself does.
     """
 
     __module__ = "lazycell"
@@ -39,6 +51,7 @@ class TouchedParameters(list[Parameter], Observer):
 
     def __init__(self, cell: nn.Cell, recurse: bool = True) -> None:
         super().__init__()
+        self._counted: list[Parameter] = []  # what is touched; the list itself may show more
         self._cell = cell
         self._recurse = recurse
         self._watch()
@@ -68,9 +81,15 @@ class TouchedParameters(list[Parameter], Observer):
         self._flags = internals.trainable_flags(self._all)
         counted = [p for p, tracked in self._known if (is_touched(p) or not tracked) and p.requires_grad]
         self._ranks = [self._rank[id(parameter)] for parameter in counted]
-        if list(map(id, counted)) != list(map(id, self[:])):
+        if list(map(id, counted)) != list(map(id, self._counted)):
             self._leave_graphs()
-        self[:] = counted
+        self._counted = counted
+        self._shows_all = Unused.shown and not any(map(is_touched, self._all))
+        self[:] = [p for p in self._all if p.requires_grad] if self._shows_all else counted
+
+    def counted(self) -> list[Parameter]:
+        """What is touched and requires a gradient, whatever the list shows."""
+        return self._counted[:]
 
     def refresh(self) -> None:
         """Make the list what it would be if it were made now."""
@@ -90,7 +109,12 @@ class TouchedParameters(list[Parameter], Observer):
             place = bisect(self._ranks, rank)
             if not place or self._ranks[place - 1] != rank:
                 self._ranks.insert(place, rank)
-                self.insert(place, parameter)
+                self._counted.insert(place, parameter)
+                if self._shows_all:
+                    self._shows_all = False
+                    self[:] = self._counted
+                else:
+                    self.insert(place, parameter)
                 self._leave_graphs()
 
     def touches_forgotten(self, cell: nn.Cell) -> None:
@@ -109,6 +133,9 @@ class TouchedParameters(list[Parameter], Observer):
 
     def __iter__(self) -> Iterator[Parameter]:
         if not self.has_completed():
+            if Unused.shown:
+                self.refresh()
+                return iter([parameter for parameter in self._all if parameter.requires_grad])
             name = self._name()
             if internals.in_graph_mode():
                 raise UntouchedError(_UNTOUCHED.format(name=name))
@@ -141,7 +168,10 @@ class TouchedParameters(list[Parameter], Observer):
     def note_built_in(self) -> None:
         """Note that what is being compiled comes to hold the list as it is now."""
         self.refresh()
-        self._built_in = self[:]
+        if self._shows_all:  # the graph would come to hold all
+            self._shows_all = False
+            self[:] = self._counted
+        self._built_in = self.counted()
         _reading.note_in_compilation(self)
 
     def graph_finished(self, forget: internals.Forget) -> None:
@@ -149,7 +179,7 @@ class TouchedParameters(list[Parameter], Observer):
         used = (is_touched(p) or not tracked for p, tracked in self._known)
         if not any(used):  # gradients of nothing leave a graph of nothing
             raise UntouchedError(_BUILT_IN.format(name=self._name()))
-        if list(map(id, self._built_in)) != list(map(id, self[:])):
+        if list(map(id, self._built_in)) != list(map(id, self._counted)):
             raise internals.StaleGraph
         self._graphs.append(forget)
 

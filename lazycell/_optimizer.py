@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from types import MethodType
 from typing import Any
 
 import mindspore
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
+from lazycell import _construction
 from lazycell import _mindspore as internals
 from lazycell import _reading
 from lazycell._aligned import Gradients, are_nonzero, participants
 from lazycell._errors import LazyCellError, UntouchedError, UntouchedWarning, the_first, warn
-from lazycell._gradient import Refusal
 from lazycell._groups import Groups, OptimizerParameters
 from lazycell._states import States
-from lazycell._touching import is_touched, touch_order
+from lazycell._touching import is_touched, mark_optimized, touch, touch_order
 
 # Of parameters that took part together: so many get a native optimizer of their own, which costs what they cost. For
 # others all are updated, and the rest is put back; MindSpore compiles each optimizer, and never frees what it compiled.
@@ -27,6 +29,8 @@ _MOST_SETS = 4
 _UNBORN = """\
 LazyOptimizer({factory}) has no {name} yet: none of its parameters has been touched, so there is no {factory}. Call \
 the net, or lazycell.dry_run(net, inputs), before."""
+
+_OF_GROUPS = ("param_groups", "lrs")
 
 _COUNT = """\
 LazyOptimizer({factory}) got {given} gradients for {wanted} parameters: {detail}. Give it the gradients of its own \
@@ -63,10 +67,31 @@ def _construct(self, gradients):  # type: ignore[no-untyped-def]  # MindSpore's 
     return self.native(gradients)
 
 
-def _unborn_construct(self, gradients):  # type: ignore[no-untyped-def]  # likewise; the graph is refused before it runs
+def _unborn_construct(self, gradients):  # type: ignore[no-untyped-def]  # likewise; this graph never runs
     return gradients
 
 
+class _Unbuilt:
+    """A graph with an optimizer that has nothing to update; once compiled, it tells what is used."""
+
+    def __init__(self, optimizer: LazyOptimizer, error: UntouchedError) -> None:
+        self._optimizer, self._error = optimizer, error
+
+    def graph_finished(self, forget: internals.Forget) -> None:
+        """Have it compiled again with what it has touched."""
+        self._optimizer.parameters.refresh()
+        if not self._optimizer.parameters.counted():
+            raise self._error
+        raise internals.StaleGraph
+
+
+class _Native(threading.local):
+    """Whether a native optimizer is being built by this thread."""
+
+    is_being_built = False
+
+
+_native = _Native()
 _classes: dict[type, type] = {}
 
 
@@ -128,7 +153,8 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         return super().__new__(_classes[factory])
 
     def __init__(self, factory: type[nn.Cell], params: Any, *args: Any, activity: bool = True, **kwargs: Any) -> None:
-        nn.Cell.__init__(self, auto_prefix=False)
+        with _construction.suspended():  # this is no layer
+            nn.Cell.__init__(self, auto_prefix=False)
         inspect.signature(factory.__init__).bind(self, params, *args, **kwargs)  # says what is wrong now
         self._factory = factory
         self._arguments = tuple(map(_reusable, args))
@@ -167,7 +193,7 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         if not active:
             return ()
         parameters, given = zip(*active)
-        if len(parameters) == len(self.parameters[:]):
+        if len(parameters) == len(self.parameters.counted()):
             return self._whole("step")(given, *args)
         if tuple(map(id, parameters)) in self._natives or len(self._natives) < _MOST_SETS:
             return self._native_for(list(parameters))(given, *args)
@@ -185,7 +211,7 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
     def _matched(self, gradients: Any) -> list[tuple[Parameter, Any, bool]]:
         """The parameters with their gradients, and whether they took part."""
         self.parameters.refresh()
-        parameters = self.parameters[:]
+        parameters = self.parameters.counted()
         if parameters and "param_groups" in vars(self):
             self._whole("param_groups")  # someone holds the groups, and may see who is in them
         if not isinstance(gradients, (tuple, list)):
@@ -198,13 +224,9 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
             found = self._by_parameter(parameters, gradients)
         else:
             if len(gradients) != len(parameters):
-                raise self._miscounted(len(gradients), f"they are {_names(parameters)}")
+                parameters, gradients = self._among_all(gradients)
             found = list(zip(parameters, gradients, self._took_part(parameters, gradients)))
-        for parameter, gradient, _ in found:
-            shape = getattr(gradient, "shape", None)
-            if gradient is None or (isinstance(gradient, Tensor) and tuple(shape or ()) != tuple(parameter.shape)):
-                names = {"name": parameter.name, "given": shape, "wanted": tuple(parameter.shape)}
-                raise LazyCellError(_SHAPE.format(**names))
+        _refuse_other_shapes((parameter, gradient) for parameter, gradient, _ in found)
         return [(parameter, gradient, active or not self._activity) for parameter, gradient, active in found]
 
     def _took_part(self, parameters: list[Parameter], gradients: Any) -> list[bool]:
@@ -226,8 +248,25 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
             raise self._miscounted(len(gradients), f"there is none of {_names(missing)}")
         return [given[id(parameter)] for parameter in parameters if id(parameter) in given]
 
+    def _among_all(self, gradients: Any) -> tuple[list[Parameter], list[Any]]:
+        """Gradients of all parameters, as a list made before anything was touched names them: those that count.
+
+        One that isn't zero tells of a use that nobody saw.
+        """
+        everything = [parameter for parameter in self.parameters._all if parameter.requires_grad]
+        if len(gradients) != len(everything):
+            raise self._miscounted(len(gradients), f"they are {_names(self.parameters.counted())}")
+        _refuse_other_shapes(zip(everything, gradients))
+        unseen = [(p, gradient) for p, gradient in zip(everything, gradients) if not is_touched(p)]
+        for (parameter, _), is_nonzero in zip(unseen, are_nonzero([gradient for _, gradient in unseen])):
+            if is_nonzero:
+                touch(parameter)
+        given = {id(parameter): gradient for parameter, gradient in zip(everything, gradients)}
+        parameters = self.parameters.counted()
+        return parameters, [given[id(parameter)] for parameter in parameters]
+
     def _miscounted(self, given: int, detail: str) -> LazyCellError:
-        wanted = len(self.parameters[:])
+        wanted = len(self.parameters.counted())
         return LazyCellError(_COUNT.format(factory=self._factory.__name__, given=given, wanted=wanted, detail=detail))
 
     # The native optimizer
@@ -247,7 +286,7 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
     def _whole(self, name: str) -> nn.Cell:
         """The native optimizer over all parameters."""
         self.parameters.refresh()
-        parameters = self.parameters[:]
+        parameters = self.parameters.counted()
         if not parameters:
             raise self._unborn(name)
         native = self._native_for(parameters)
@@ -262,15 +301,23 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         gradients = {id(parameter): gradient for parameter, gradient, _ in found}
         active = {id(parameter) for parameter, _, is_active in found if is_active}
         native = self._whole("step")
-        resting = [parameter for parameter in self.parameters[:] if id(parameter) not in active]
+        resting = [parameter for parameter in self.parameters.counted() if id(parameter) not in active]
         kept = [(held, internals.snapshot(held)) for held in (*resting, *self._states.of(resting))]
-        given = (gradients.get(id(parameter)) for parameter in self.parameters[:])
-        zeros = (ops.zeros_like(p) if g is None else g for p, g in zip(self.parameters[:], given))
+        given = (gradients.get(id(parameter)) for parameter in self.parameters.counted())
+        zeros = (ops.zeros_like(p) if g is None else g for p, g in zip(self.parameters.counted(), given))
         try:
             return native(tuple(zeros), *args)
         finally:
             for held, before in kept:
                 ops.assign(held, before)  # in place: what has been compiled would not notice set_data()
+
+    def _make(self, given: list[Any]) -> nn.Cell:
+        building, _native.is_being_built = _native.is_being_built, True
+        try:
+            with _construction.suspended():
+                return self._factory(given, *self._arguments, **self._named)
+        finally:
+            _native.is_being_built = building
 
     def _build(self, parameters: list[Parameter]) -> nn.Cell:
         wanted = {id(parameter) for parameter in parameters}
@@ -285,8 +332,10 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
                     given.append({**group.options, "params": listed})
             if self._groups.order is not None:
                 given.append({"order_params": parameters})
-        native = self._factory(given, *self._arguments, **self._named)
+        native = self._make(given)
         native._lazycell_positions = positions or [0]
+        for parameter in parameters:
+            mark_optimized(parameter)
         if list(map(id, native.parameters)) != list(map(id, parameters)):
             raise LazyCellError(f"{self._factory.__name__} orders its parameters in a way of its own.")
         self._states.share(native, parameters, positions, self.parameters._all)
@@ -314,6 +363,13 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         native.param_groups = [kept[index] for index in native._lazycell_positions]
         self.__dict__["lrs"] = [group["lr"] for group in kept]
 
+    def _begin_groups(self) -> None:
+        """Have groups before there is a native optimizer: schedulers are built over them."""
+        like = self._make([Parameter(Tensor([0.0], mindspore.float32), name="lazycell_like")])  # for its defaults
+        kept = [self._empty_group(like, index, group.options) for index, group in enumerate(self._groups.groups)]
+        self.__dict__["param_groups"] = kept
+        self.__dict__["lrs"] = [group["lr"] for group in kept]
+
     def _empty_group(self, native: nn.Cell, index: int, options: dict[str, Any]) -> dict[str, Any]:
         group = {**native.defaults, **options, "params": []}
         name = f"learning_rate_group_{index}"
@@ -335,11 +391,11 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
                     group[key] = value
 
     def _build_in(self) -> bool:
-        """Get ready for a graph that is being compiled; if there is nothing to put in, it is refused: False."""
+        """Get ready for a graph that is being compiled; False if there is nothing to put in yet."""
         try:
             self._whole("construct")
         except _Unborn as error:
-            _reading.note_in_compilation(Refusal(error))
+            _reading.note_in_compilation(_Unbuilt(self, error))
             return False
         self.parameters.note_built_in()
         return True
@@ -354,6 +410,10 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
                 raise
         if name in self._assigned:
             return self._assigned[name]
+        if name in _OF_GROUPS and not self.parameters.counted() and internals.has_groups(self._factory):
+            self._begin_groups()
+        if name in vars(self):
+            return vars(self)[name]
         native = self._whole(name)
         return vars(self)[name] if name in vars(self) else getattr(native, name)
 
@@ -369,7 +429,7 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
             self._states.put(value)
 
     def __repr__(self) -> str:
-        if not self.parameters[:]:
+        if not self.parameters.counted():
             return f"LazyOptimizer({self._factory.__name__}, nothing touched yet)"
         return repr(self._whole("__repr__"))
 
@@ -388,7 +448,7 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         self._natives.clear()
         self.__dict__.pop("native", None)
         self.parameters._look()
-        if self.parameters[:]:
+        if self.parameters.counted():
             self._whole("param_groups")
 
     # Checkpoints
@@ -398,7 +458,7 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
 
         ``mindspore.save_checkpoint(optimizer, path)`` saves the same.
         """
-        if self.parameters[:]:
+        if self.parameters.counted():
             self._whole("state_dict")
         return dict(self._params)
 
@@ -420,13 +480,53 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
             self._whole("load_state_dict")
         self._states.load(state_dict, strict, self.parameters._all)
 
+    def get_parameters(self, expand: bool = True) -> Iterator[Parameter]:
+        """What the native optimizer holds: the parameters that it updates, and its state."""
+        native = self._whole("get_parameters") if self.parameters.counted() else None
+        return iter(()) if native is None else native.get_parameters(expand)
+
     def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Parameter]]:
         """What is saved in and loaded from checkpoints: the state, by name."""
-        if self.parameters[:]:
+        if self.parameters.counted():
             self._whole("parameters_and_names")
         elif not self._params:
             warn(UntouchedWarning(_STATELESS.format(factory=self._factory.__name__)))
         return iter(list(self._params.items()))
+
+
+def is_native_being_built() -> bool:
+    """Whether this thread is building the native optimizer of a `LazyOptimizer`."""
+    return _native.is_being_built
+
+
+_stand_ins: dict[type, type] = {}
+
+
+def stand_in(factory: type) -> type:
+    """The class to make an instance of where an optimizer is wanted that waits for its parameters.
+
+    It is a `LazyOptimizer` whose constructor takes what ``factory`` takes. Where none is needed, or where it isn't
+    known which argument the parameters are, it is ``factory`` itself.
+    """
+    if _native.is_being_built or issubclass(factory, LazyOptimizer) or not internals.takes_parameters_first(factory):
+        return factory
+    if factory not in _stand_ins:
+
+        def __init__(self: LazyOptimizer, *args: Any, **kwargs: Any) -> None:
+            LazyOptimizer.__init__(self, factory, *args, **kwargs)
+
+        names = {"__module__": factory.__module__, "__qualname__": factory.__qualname__, "__doc__": factory.__doc__}
+        functools.update_wrapper(__init__, factory.__init__)
+        _stand_ins[factory] = type(factory.__name__, (LazyOptimizer, factory), {**names, "__init__": __init__})
+    return _stand_ins[factory]
+
+
+def _refuse_other_shapes(pairs: Iterable[tuple[Parameter, Any]]) -> None:
+    for parameter, gradient in pairs:
+        shape = getattr(gradient, "shape", None)
+        if gradient is None or (isinstance(gradient, Tensor) and tuple(shape or ()) != tuple(parameter.shape)):
+            names = {"name": parameter.name, "given": shape, "wanted": tuple(parameter.shape)}
+            raise LazyCellError(_SHAPE.format(**names))
 
 
 def _reusable(value: Any) -> Any:

@@ -301,14 +301,14 @@ def _summary(nodes: list[Node]) -> list[str]:
 # The warning
 
 
-def _topmost_unused(root: Node) -> list[Node]:
+def topmost_unused(root: Node) -> list[Node]:
     """The unused nodes that the user could remove, each standing for all below it."""
     found: list[Node] = []
     seen: set[int] = set()
     stack = [root]
     while stack:
         node = stack.pop()
-        if id(node) in seen or node.optional:
+        if id(node) in seen or node.optional or (node.order is None and _is_librarys(node)):
             continue
         seen.add(id(node))
         if node.order is None:
@@ -320,8 +320,13 @@ def _topmost_unused(root: Node) -> list[Node]:
     return found
 
 
-def _below(nodes: list[Node]) -> list[Parameter]:
-    """The parameters of unused nodes and of the unused ones below them that aren't optional."""
+def _is_librarys(node: Node) -> bool:
+    """Whether MindSpore put a cell where it is, not the user."""
+    return node.state is not None and node.state.by_library
+
+
+def unused_below(nodes: list[Node]) -> list[Node]:
+    """Unused nodes, and the unused ones below them that aren't optional."""
     seen: dict[int, Node] = {}
     stack = list(nodes)
     while stack:
@@ -329,7 +334,11 @@ def _below(nodes: list[Node]) -> list[Parameter]:
         if id(node) not in seen and node.order is None and not node.optional:
             seen[id(node)] = node
             stack.extend(node.children)
-    return [parameter for node in seen.values() for parameter in node.parameters]
+    return list(seen.values())
+
+
+def _parameters_of(nodes: list[Node]) -> list[Parameter]:
+    return [parameter for node in nodes for parameter in node.parameters]
 
 
 def _describe(layer: LayerRecord) -> str:
@@ -339,14 +348,41 @@ def _describe(layer: LayerRecord) -> str:
 
 
 def warn_of_unused(cell: nn.Cell) -> None:
-    """After the first completed forward pass of a cell, name the layers below it that it didn't use."""
+    """After the first completed forward pass of a cell, name the layers below it that it didn't use.
+
+    Below a wrapper of MindSpore's own, as ``TrainOneStepCell``, the user's nets are warned of, each once.
+    """
     root = tree(cell)[0]
     root.order = 0 if root.order is None else root.order  # it has just run
-    unused = _topmost_unused(root)
+    for node in users_own(root):
+        if node.state is not None and not node.state.reported:
+            node.state.reported = True
+            _warn_of(node.cell)
+
+
+def users_own(root: Node) -> list[Node]:
+    """A net, or, if MindSpore's own cells stand around nets of the user, these as far as they are used."""
+    found: list[Node] = []
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if node is not root and node.order is None:
+            continue
+        if internals.is_library_layer(node.cell):
+            waiting.extend(reversed(node.children))
+        else:
+            found.append(node)
+    return found
+
+
+def _warn_of(cell: nn.Cell) -> None:
+    root = tree(cell)[0]
+    root.order = 0 if root.order is None else root.order
+    unused = topmost_unused(root)
     if not unused:
         return
-    layers = tuple(record(node, parameters=_below([node])) for node in unused)
-    nbytes = sum(p.nbytes for p in _below(unused))
+    layers = tuple(record(node, parameters=_parameters_of(unused_below([node]))) for node in unused)
+    nbytes = sum(p.nbytes for p in _parameters_of(unused_below(unused)))
     was, it, each = ("layers", "were"), "them", "each"
     if len(layers) == 1:
         was, it, each = ("layer", "was"), "it", "it"

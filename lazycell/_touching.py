@@ -35,6 +35,8 @@ class CellState:
         completed: Whether an invocation has returned.
         resolved: Whether a compilation that is still under way has come across the cell.
         optional: Whether its author declared that it may stay unused.
+        by_library: Whether MindSpore assigned it to its parent, not the user.
+        reported: Whether what it leaves unused has been warned of.
         graph_parameters, graph_states: What the graphs compiled of it hold: parameters, and cells without any.
     """
 
@@ -42,6 +44,7 @@ class CellState:
         self.cell = weakref.ref(cell)
         self.where: str | None = None
         self.optional = False
+        self.by_library = False
         self.graph_parameters: list[Parameter] = []
         self.graph_states: list[CellState] = []
         self.forget()
@@ -52,6 +55,7 @@ class CellState:
         self.called = False
         self.completed = False
         self.resolved = False
+        self.reported = False
 
     def hold(self, parameters: list[Parameter], states: list[CellState]) -> None:
         """Note what a graph of this cell holds: it may run again without telling."""
@@ -156,6 +160,16 @@ def is_frozen(parameter: Parameter) -> bool:
     return getattr(parameter, "_lazycell_frozen", False) and not parameter.requires_grad
 
 
+def mark_optimized(parameter: Parameter) -> None:
+    """Note that an optimizer updates a parameter."""
+    parameter._lazycell_optimized = True
+
+
+def is_optimized(parameter: Parameter) -> bool:
+    """Whether `mark_optimized` was called."""
+    return getattr(parameter, "_lazycell_optimized", False)
+
+
 def tell(event: str, subject: Any) -> None:
     """Tell all observers, also when one of them fails; the first failure comes out."""
     errors = []
@@ -229,9 +243,9 @@ def own_parameters(cell: nn.Cell) -> list[Parameter]:
 
 
 def own_children(cell: nn.Cell) -> list[tuple[str, nn.Cell]]:
-    """The direct children of a cell, by name, without helper cells of MindSpore's own."""
+    """The direct children of a cell that are layers, by name."""
     children = OrderedDict.items(cell._cells)
-    return [(name, child) for name, child in children if child is not None and not internals.is_bookkeeping(name)]
+    return [(name, child) for name, child in children if child is not None and internals.is_layer(child)]
 
 
 def subtree(*cells: nn.Cell) -> Iterator[nn.Cell]:
@@ -246,15 +260,21 @@ def subtree(*cells: nn.Cell) -> Iterator[nn.Cell]:
             stack.extend(child for _, child in reversed(own_children(current)))
 
 
+# A cell's mappings, and the set in which MindSpore notes which parameters of lists it has seen.
+_SEEN = ("_params", "_cells", "_exist_objs")
+
+
 def hidden_parameters(cell: nn.Cell) -> list[Parameter]:
     """The parameters that a cell keeps where a read can't be seen: in tuples, lists, dicts, plain attributes."""
     found: dict[int, Parameter] = {}
-    stack: list[Any] = [value for key, value in cell.__dict__.items() if key not in ("_params", "_cells")]
+    stack: list[Any] = [value for key, value in cell.__dict__.items() if key not in _SEEN]
     seen: set[int] = set()
     while stack:
         value = stack.pop()
         if isinstance(value, Parameter):
             found[id(value)] = value
+        elif isinstance(value, Observer):  # a live list, which follows what is used
+            continue
         elif isinstance(value, (list, tuple, dict, set)) and id(value) not in seen:
             seen.add(id(value))
             stack.extend(value.values() if isinstance(value, dict) else value)

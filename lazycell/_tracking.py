@@ -19,6 +19,7 @@ from mindspore import Parameter, nn
 from lazycell import _deferral
 from lazycell import _mindspore as internals
 from lazycell._errors import LazyCellWarning, user_location, warn
+from lazycell._history import forget_steps
 from lazycell._reading import GRAPH, Parameters, WatchedParameters, function_compiled, graph_finished
 from lazycell._touching import (
     KEY,
@@ -45,11 +46,12 @@ class Children(OrderedDict[str, Any]):
     def __setitem__(self, name: str, child: nn.Cell | None) -> None:
         super().__setitem__(name, child)
         Structure.version += 1
-        if child is not None and not internals.is_bookkeeping(name):
+        if child is not None and internals.is_layer(child):
             adopt(child)
             state = state_of(child)
             if state is not None and state.where is None:
                 state.where = user_location()
+                state.by_library = internals.assigned_by_library(sys._getframe(1))
 
     def __delitem__(self, name: str) -> None:
         super().__delitem__(name)
@@ -101,14 +103,21 @@ def _use_untracked(cell: nn.Cell) -> None:
 
 def watch(cell: nn.Cell) -> None:
     """Notice the next invocation of a tracked cell."""
-    if is_watched(cell):
-        return
-    try:
-        cell.__class__ = _watched_class(type(cell))
-    except TypeError as error:
+    error = watch_if_possible(cell)
+    if error is not None:
         name = type(cell).__name__
         warn(LazyCellWarning(f"{name} can't be watched ({error}); it is allocated now and counts as used."))
         _use_untracked(cell)
+
+
+def watch_if_possible(cell: nn.Cell) -> TypeError | None:
+    """Notice the next invocation of a cell, tracked or not; returns what keeps its class from being swapped, if any."""
+    try:
+        if not is_watched(cell):
+            cell.__class__ = _watched_class(type(cell))
+    except TypeError as error:
+        return error
+    return None
 
 
 def is_watched(cell: nn.Cell) -> bool:
@@ -251,6 +260,7 @@ def reset(cell: nn.Cell) -> None:
         state.forget()
         for parameter in own_parameters(current) + hidden_parameters(current):
             parameter._lazycell_touched = None
+            forget_steps(parameter)
         current.__dict__["_params"] = Parameters(state, list(OrderedDict.items(current._params)))
         watch(current)
     tell("touches_forgotten", cell)

@@ -19,12 +19,12 @@ from lazycell import _cli, _demo
 
 PACKAGE = Path(lazycell.__file__).parent
 ORDER = (
-    "_errors", "_mindspore", "_deferral", "_touching", "_reading", "_tracking", "_construction", "_layers",
+    "_errors", "_mindspore", "_deferral", "_touching", "_history", "_reading", "_tracking", "_construction", "_layers",
     "_registry", "_live", "_cell", "_dry_run", "_freezing", "_aligned", "_gradient", "_groups", "_states", "_optimizer",
-    "_demo", "_cli", "__main__",
+    "_patch", "_rows", "_html", "_report", "_run", "_demo", "_progress", "_cli", "__main__",
 )  # fmt: skip
 INTERNALS = (
-    "_versions", "_construction", "_running", "_graphs", "_storage", "_meta", "_draws", "_recording", "_cells",
+    "_versions", "_construction", "_optimizers", "_running", "_graphs", "_storage", "_meta", "_draws", "_recording", "_cells",
 )  # fmt: skip
 
 
@@ -38,6 +38,7 @@ def test_public_names() -> None:
         "LazyCellError",
         "LazyCellWarning",
         "LazyOptimizer",
+        "PatchHandle",
         "TouchedParameters",
         "UntouchedError",
         "UntouchedWarning",
@@ -46,15 +47,19 @@ def test_public_names() -> None:
         "freeze",
         "freeze_state",
         "grad",
+        "is_patched",
         "load_freeze_state",
         "materialize",
         "optional",
+        "patch",
         "registry",
         "release",
+        "report",
         "spec",
         "track",
         "trainable_params",
         "unfreeze",
+        "unpatch",
         "value_and_grad",
     ]
     for name in lazycell.__all__:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 from mindspore import Parameter, nn
@@ -37,7 +39,7 @@ class ConstructionHooks:
     ) -> None:
         self._lock = threading.Lock()
         self._open = 0
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], bool]] = []
         self._deferring = deferring
         self._on = {nn.Cell: on_cell, Parameter: on_parameter}
 
@@ -73,18 +75,30 @@ class ConstructionHooks:
         return __init__
 
 
-def replace_attribute(owner: type, name: str, value: object) -> Callable[[], None]:
-    """Set a class's attribute; the function returned puts back exactly what stood there, if anything did."""
+def holders_of(function: Any) -> list[ModuleType]:
+    """MindSpore's modules that hold a function under its own name."""
+    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "mindspore"]
+    return [m for m in modules if isinstance(m, ModuleType) and vars(m).get(function.__name__) is function]
+
+
+def replace_attribute(owner: Any, name: str, value: object) -> Callable[[], bool]:
+    """Set an attribute of a class or a module.
+
+    Returns:
+        A function that puts back exactly what stood there, if anything did; False if somebody has replaced ours
+        meanwhile: what stands there now is theirs, and is left.
+    """
     missing = object()
     before = owner.__dict__.get(name, missing)
     setattr(owner, name, value)
 
-    def undo() -> None:
+    def undo() -> bool:
         if owner.__dict__.get(name) is not value:
-            return  # somebody replaced ours; what stands there now is theirs
+            return False
         if before is missing:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
+        return True
 
     return undo

@@ -161,14 +161,19 @@ class ForwardGraphs:
         return list(self._executor._graph_executor.get_params(phase).values())
 
 
+def live_cells() -> list[nn.Cell]:
+    """All cells that there are; found by looking at every object of the interpreter."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Cell)]
+
+
 def forget_graphs(cells: list[nn.Cell]) -> None:
     """Have all graphs that these cells are in, and all jitted functions, compiled anew at their next call.
 
     A graph belongs to the cell that was called, of which those inside know nothing: all live cells are looked at.
     """
     wanted = set(map(id, cells))
-    for thing in gc.get_objects():
-        if issubclass(type(thing), nn.Cell) and getattr(thing, "compile_cache", None):
-            if not wanted.isdisjoint(id(cell) for _, cell in thing.cells_and_names()):
-                thing.compile_cache.clear()
+    for cell in live_cells():
+        if getattr(cell, "compile_cache", None):
+            if not wanted.isdisjoint(id(inner) for _, inner in cell.cells_and_names()):
+                cell.compile_cache.clear()
     api.ms_compile_cache.clear()

@@ -92,7 +92,7 @@ class _Hooks:
 
     lock = threading.Lock()
     users = 0
-    undo: Callable[[], None]
+    undo: Callable[[], bool]
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from typing import Any
 import mindspore
 from mindspore import nn
 
+from lazycell._mindspore._optimizers import is_layer_class
+
 
 def in_graph_mode() -> bool:
     """Whether calling a cell compiles it instead of running its ``construct`` in Python."""
@@ -130,14 +132,24 @@ def parser_asks(frame: FrameType | None) -> bool:
     return frame is None or is_compiling(frame) or module_of(frame).startswith(_PARSER_MODULES)
 
 
-def is_helper(cell: nn.Cell) -> bool:
-    """Whether a cell is one that ``recompute()`` makes; it refers to the parameters of the cell it belongs to."""
-    return type(cell).__module__ == "mindspore.common.recompute"
+def is_layer(cell: nn.Cell) -> bool:
+    """Whether a cell is a layer of a net: no optimizer, nor a helper of MindSpore's own.
+
+    Such helpers are those that ``recompute()`` makes: they refer to the parameters of the cell they belong to.
+    """
+    return is_layer_class(type(cell)) and type(cell).__module__ != "mindspore.common.recompute"
 
 
-def is_bookkeeping(child_name: str) -> bool:
-    """Whether a child is MindSpore's own doing: ``recompute()`` keeps a helper cell, used only with gradients."""
-    return child_name == "_recompute_cell"
+def assigned_by_library(frame: FrameType | None) -> bool:
+    """Whether a cell that is being assigned to another is MindSpore's choice, not the user's.
+
+    Its wrapper cells keep cells of their own. Containers are filled by MindSpore's code as well, for the user.
+    """
+    for caller in callers_of(frame):
+        module = module_of(caller)
+        if module != "mindspore.nn.cell" and not caller.f_code.co_filename.startswith(PACKAGE):
+            return module.startswith("mindspore.") and module != "mindspore.nn.layer.container"
+    return False
 
 
 def is_library_layer(cell: nn.Cell) -> bool:

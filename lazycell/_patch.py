@@ -1,0 +1,215 @@
+"""The opt-in global patch: every cell lazy and tracked, whatever its class; and its undoing."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mindspore import Parameter, nn
+
+from lazycell import _construction, _deferral
+from lazycell import _mindspore as internals
+from lazycell import _touching, _tracking
+from lazycell._errors import LazyCellWarning, warn
+from lazycell._gradient import NATIVE_GRAD, NATIVE_VALUE_AND_GRAD, as_mindspore_takes_them
+from lazycell._live import TouchedParameters, Unused
+from lazycell._optimizer import is_native_being_built, stand_in
+
+_lock = threading.RLock()
+
+_TAKES_ALL = """\
+{name} takes its parameters in a way of its own, so it can't wait for what is used: all that it is given is allocated \
+now, and counts as used. Let its __init__ take them first, as params."""
+
+
+class PatchHandle:
+    """One use of `patch`; the patch stays until the last of them is removed, in whatever order.
+
+    A context manager: leaving it is `remove`.
+    """
+
+    __module__ = "lazycell"
+
+    def remove(self) -> None:
+        """End this use; may be called twice."""
+        with _lock:
+            if self in _handles:
+                _handles.remove(self)
+                if not _handles:
+                    _uninstall()
+
+    def __enter__(self) -> PatchHandle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+_handles: list[PatchHandle] = []
+_undo: list[Callable[[], bool]] = []
+_prepared: weakref.WeakSet[type] = weakref.WeakSet()
+_old_cells: list[weakref.ref[nn.Cell]] = []
+
+
+def patch() -> PatchHandle:
+    """Let every ``nn.Cell`` be lazy and tracked from now on, whatever its class; for scripts that stay as they are.
+
+    Cells defer their parameters, `unused layers are warned of <UnusedLayerWarning>`, ``trainable_params()`` is a live
+    list, ``mindspore.grad`` and ``mindspore.value_and_grad`` are `grad` and `value_and_grad`, and optimizers wait for
+    the first step, as a `LazyOptimizer` does. Cells that were built before are tracked when they are first called.
+
+    Before anything of a net has been used, its live list shows all its parameters: what a script filters, adds, groups
+    or freezes by name is deferred, and an optimizer built from it holds what comes to be touched.
+
+    Returns:
+        A handle, whose ``remove()`` undoes this use; also a context manager.
+
+    Example:
+        >>> import lazycell, mindspore as ms
+        >>> from mindspore import Parameter, nn
+        >>> class Net(nn.Cell):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.body, self.unused = nn.Dense(3, 2), nn.Identity()
+        ...         self.dead = lazycell.optional(nn.Dense(3, 2))
+        ...         self.unused = lazycell.optional(self.unused)
+        ...     def construct(self, x):
+        ...         return self.body(x)
+        >>> with lazycell.patch():
+        ...     net = Net()
+        ...     optimizer = nn.Adam(net.trainable_params())
+        ...     loss_and_grad = ms.value_and_grad(lambda x: net(x).sum(), None, optimizer.parameters)
+        ...     loss, grads = loss_and_grad(ms.ops.ones((4, 3)))
+        ...     updated = optimizer(grads)
+        >>> [p.name for p in optimizer.parameters]
+        ['body.weight', 'body.bias']
+    """
+    internals.require_known_internals()
+    handle = PatchHandle()
+    with _lock:
+        if not _handles:
+            _install()
+        _handles.append(handle)
+    return handle
+
+
+def unpatch() -> None:
+    """Leave MindSpore as it was found, whoever called `patch`, and how often.
+
+    Nets and optimizers that were built meanwhile stay what they are, and so do functions that were imported from
+    MindSpore meanwhile, which do what MindSpore's do from now on.
+    """
+    with _lock:
+        if _handles:
+            _handles.clear()
+            _uninstall()
+
+
+def is_patched() -> bool:
+    """Whether `patch` is in force."""
+    return bool(_handles)
+
+
+def _install() -> None:
+    try:
+        for native in (NATIVE_GRAD, NATIVE_VALUE_AND_GRAD):
+            function = _gradient_function(native)
+            for module in internals.holders_of(native):
+                _replace(module, native.__name__, function)
+        _replace(nn.Cell, "__new__", staticmethod(_new(nn.Cell.__new__)))
+        _replace(nn.Cell, "trainable_params", _trainable_params(nn.Cell.trainable_params))
+        for base in internals.OPTIMIZERS:
+            _replace(base, "__init__", _optimizer_init(base.__init__))
+        Unused.shown = True
+        for cell in internals.live_cells():
+            if _touching.state_of(cell) is None and internals.is_layer(cell):
+                if _tracking.watch_if_possible(cell) is None:
+                    _old_cells.append(weakref.ref(cell))
+    except BaseException:
+        _uninstall()
+        raise
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    _undo.append(internals.replace_attribute(owner, name, value))
+
+
+def _uninstall() -> None:
+    """Put back what stood there, last things first; what others have replaced since is theirs."""
+    Unused.shown = False
+    while _undo:
+        if not _undo.pop()():
+            warn(LazyCellWarning("something else has replaced what lazycell.patch() had; it was left as it is."))
+    while _prepared:
+        _construction.leave(_prepared.pop())
+    while _old_cells:
+        cell = _old_cells.pop()()
+        if cell is not None and _touching.state_of(cell) is None:
+            _tracking.unwatch(cell)
+
+
+# ---------------------------------------------------------------------------------------------
+# What stands in. Each does what MindSpore's does once the patch is gone: somebody may have kept it.
+
+
+def _new(native: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(native)
+    def __new__(class_: type, *args: Any, **kwargs: Any) -> Any:
+        if is_patched():
+            if internals.is_optimizer_class(class_):
+                class_ = stand_in(class_)
+            elif internals.is_layer_class(class_):
+                with _lock:
+                    if is_patched() and _construction.prepare(class_, is_patched):
+                        _prepared.add(class_)
+        return native(class_, *args, **kwargs)
+
+    return __new__
+
+
+def _trainable_params(native: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(native)
+    def trainable_params(self: nn.Cell, recurse: bool = True) -> Any:
+        if not is_patched() or not internals.is_layer(self):
+            return native(self, recurse)
+        _tracking.adopt(self)
+        return TouchedParameters(self, recurse)
+
+    return trainable_params
+
+
+def _optimizer_init(native: Callable[..., None]) -> Callable[..., None]:
+    """For optimizers that don't wait: what they are given must have storage, and counts."""
+
+    @functools.wraps(native)
+    def __init__(self: nn.Cell, *args: Any, **kwargs: Any) -> None:
+        if is_patched() and not is_native_being_built():
+            given = list(_parameters_in([*args, *kwargs.values()]))
+            if any(map(_deferral.is_deferred, given)):
+                warn(LazyCellWarning(_TAKES_ALL.format(name=type(self).__name__)))
+            for parameter in given:
+                _touching.touch(parameter)
+        native(self, *args, **kwargs)
+
+    return __init__
+
+
+def _parameters_in(value: Any) -> Iterator[Parameter]:
+    if isinstance(value, Parameter):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _parameters_in(item)
+
+
+def _gradient_function(native: Callable[..., Any]) -> Callable[..., Any]:
+    as_lazycells = as_mindspore_takes_them(native)
+
+    @functools.wraps(native)  # MindSpore's compiler finds the native one by this
+    def gradient_function(*args: Any, **kwargs: Any) -> Any:
+        return (as_lazycells if is_patched() else native)(*args, **kwargs)
+
+    return gradient_function

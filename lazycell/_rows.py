@@ -1,0 +1,217 @@
+"""What a report says of a net and of each of its layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from mindspore import Parameter, nn
+
+from lazycell import _deferral
+from lazycell._history import steps_of
+from lazycell._layers import LayerRecord, Node, records, tree
+from lazycell._registry import topmost_unused, unused_below
+from lazycell._touching import is_frozen, is_optimized, is_touched, own_parameters
+
+
+class Reason(Enum):
+    """Why a layer has no gradient, or not always one."""
+
+    NEVER_CALLED = "never_called"
+    FROZEN = "frozen"
+    CUT_OFF = "cut_off"
+    NOT_IN_OPTIMIZER = "not_in_optimizer"
+    SOME_STEPS = "some_steps"
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One layer of a report.
+
+    Attributes:
+        name: Dotted path from the net; empty for the net itself, which comes first.
+        key: The last part of ``name``, by which its parent holds it.
+        cls_name: Its class.
+        depth: 0 for the net itself, 1 for its children, and so on.
+        state: ``"deferred"``, ``"materialized"`` or ``"touched"``, as in `LayerRecord`.
+        used: Whether it or anything below it was used.
+        optional: Whether it is unused and may be: declared so, or kept inside a layer of MindSpore's own.
+        num_parameters, nbytes: Of its own parameters; one that is shared counts where it comes first.
+        total_parameters, total_nbytes: Of these and of all below it.
+        deferred_nbytes: Bytes of all these that aren't allocated.
+        order: Position in the order of first use, from 0; None for an unused layer and for the net itself.
+        where: ``"file.py:12"``, the line at which it was assigned; None if that wasn't seen.
+        reason: Why its parameters have no gradient, or not always; None if nothing is known against it.
+        detail: The same as a sentence; empty if there is no reason.
+    """
+
+    name: str
+    key: str
+    cls_name: str
+    depth: int
+    state: str
+    used: bool
+    optional: bool
+    num_parameters: int
+    nbytes: int
+    total_parameters: int
+    total_nbytes: int
+    deferred_nbytes: int
+    order: int | None
+    where: str | None
+    reason: Reason | None
+    detail: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The sums of a report.
+
+    Attributes:
+        num_layers, used_layers, unused_layers: The net itself is not among them.
+        num_parameters, touched_parameters: Elements.
+        nbytes, allocated_nbytes, deferred_nbytes: Bytes of all parameters, of those with storage, and of those without.
+        gradient_nbytes: Bytes that gradients of the untouched trainable parameters would have taken.
+        moment_nbytes: Bytes that two moments of each of these, as Adam's, would have taken.
+        num_steps: The gradient computations that were seen; 0 if none was.
+    """
+
+    num_layers: int
+    used_layers: int
+    unused_layers: int
+    num_parameters: int
+    touched_parameters: int
+    nbytes: int
+    allocated_nbytes: int
+    deferred_nbytes: int
+    gradient_nbytes: int
+    moment_nbytes: int
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class NetReport:
+    """All that a report says of one net.
+
+    Attributes:
+        cls_name: The net's class.
+        layers: The net itself and all layers, parents before what is below them, in order of definition. Each layer's
+            children are the rows after it, of a depth one greater, up to the next row that isn't deeper than it.
+        summary: The sums.
+        times: How many nets have given this very report.
+    """
+
+    cls_name: str
+    layers: tuple[LayerRow, ...]
+    summary: Summary
+    times: int = 1
+
+    @property
+    def has_unused(self) -> bool:
+        """Whether something was never called that its author should remove or declare optional."""
+        return any(row.reason is Reason.NEVER_CALLED and not row.optional for row in self.layers)
+
+
+def net_report(cell: nn.Cell, optimized: set[int] | None = None) -> NetReport:
+    """What can be said of a net now.
+
+    Args:
+        cell: A tracked cell.
+        optimized: The ids of the parameters that some optimizer updates, besides those that a `LazyOptimizer` does.
+    """
+    nodes = tree(cell)
+    net = _Net(nodes, optimized or set())
+    layers = tuple(net.row(node, layer) for node, layer in zip(nodes, records(nodes)))
+    return NetReport(type(cell).__name__, layers, net.summary())
+
+
+class _Net:
+    """What is computed once for all rows."""
+
+    def __init__(self, nodes: list[Node], optimized: set[int]) -> None:
+        self._nodes = nodes
+        self._parameters = [parameter for node in nodes for parameter in node.parameters]
+        self._steps = {id(parameter): steps_of(parameter) for parameter in self._parameters}
+        self._num_steps = max((steps.latest for steps in self._steps.values()), default=0)
+        updated = {id(parameter) for parameter in self._parameters if is_optimized(parameter)}
+        self._optimized = updated | (optimized & set(self._steps))
+        self._blamed = set(map(id, unused_below(topmost_unused(nodes[0]))))
+        self._depth: dict[int, int] = {}
+        self._totals = {id(node): list(node.parameters) for node in nodes}
+        for node in nodes:
+            self._depth[id(node)] = self._depth[id(node.parents[0])] + 1 if node.parents else 0
+        for node in reversed(nodes):
+            if node.parents:
+                self._totals[id(node.parents[0])] += self._totals[id(node)]
+
+    def row(self, node: Node, layer: LayerRecord) -> LayerRow:
+        total = self._totals[id(node)]
+        reason, detail = self._reason(node)
+        prefix = node.parents[0].name + "." if node.parents and node.parents[0].name else ""
+        return LayerRow(
+            name=node.name,
+            key=node.name[len(prefix) :],
+            cls_name=layer.cls_name,
+            depth=self._depth[id(node)],
+            state=layer.state.value,
+            used=node.order is not None,
+            optional=node.order is None and id(node) not in self._blamed,
+            num_parameters=layer.num_parameters,
+            nbytes=layer.nbytes,
+            total_parameters=sum(p.size for p in total),
+            total_nbytes=sum(p.nbytes for p in total),
+            deferred_nbytes=sum(p.nbytes for p in total if _deferral.is_deferred(p)),
+            order=None if layer.order is None or not node.parents else layer.order - 1,
+            where=layer.where,
+            reason=reason,
+            detail=detail,
+        )
+
+    def _reason(self, node: Node) -> tuple[Reason | None, str]:
+        """Why a layer's own parameters have no gradient, or not always."""
+        if node.order is None:
+            above = node.parents[0].name if node.parents and node.parents[0].order is None else ""
+            why = f"within {above}, which was never called" if above else "never called"
+            return Reason.NEVER_CALLED, why + ("" if id(node) in self._blamed else "; it may be")
+        own = own_parameters(node.cell)
+        trainable = [p for p in own if p.requires_grad]
+        if own and not trainable:
+            by_freeze = ", as lazycell.freeze() made it" if is_frozen(own[0]) else ""
+            return Reason.FROZEN, "requires no gradient" + by_freeze
+        used = [p for p in trainable if is_touched(p)]
+        return self._reason_of_used(used) if used else (None, "")
+
+    def _reason_of_used(self, used: list[Parameter]) -> tuple[Reason | None, str]:
+        steps = [self._steps.get(id(p)) or steps_of(p) for p in used]
+        asked = [step for step in steps if step.latest]
+        if asked and not any(step.reached for step in asked):
+            return Reason.CUT_OFF, "called, but cut off from the loss: no gradient arrived at it"
+        if self._optimized and not any(id(p) in self._optimized for p in used):
+            return Reason.NOT_IN_OPTIMIZER, "not in the optimizer"
+        reached = max((step.reached for step in asked), default=0)
+        if asked and reached < self._num_steps:
+            first, last = min(step.first for step in asked if step.first), max(step.last for step in asked)
+            times = f"in {reached} of {self._num_steps} steps: first in step {first}, last in step {last}"
+            return Reason.SOME_STEPS, f"reached {times}"
+        return None, ""
+
+    def summary(self) -> Summary:
+        layers = self._nodes[1:]
+        touched = [p for p in self._parameters if is_touched(p)]
+        unused = sum(p.nbytes for p in self._parameters if p.requires_grad and not is_touched(p))
+        deferred = sum(p.nbytes for p in self._parameters if _deferral.is_deferred(p))
+        total = sum(p.nbytes for p in self._parameters)
+        used = sum(node.order is not None for node in layers)
+        return Summary(
+            num_layers=len(layers),
+            used_layers=used,
+            unused_layers=len(layers) - used,
+            num_parameters=sum(p.size for p in self._parameters),
+            touched_parameters=sum(p.size for p in touched),
+            nbytes=total,
+            allocated_nbytes=total - deferred,
+            deferred_nbytes=deferred,
+            gradient_nbytes=unused,
+            moment_nbytes=2 * unused,
+            num_steps=self._num_steps,
+        )
