@@ -83,9 +83,13 @@ def _add_common(parser: argparse.ArgumentParser, where: str) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from lazycell._demo import demo
+    from lazycell._progress import Progress
 
-    return demo()
+    with Progress("importing MindSpore") as progress:
+        from lazycell._demo import demo
+
+        progress.begin("one gradient step of each model")
+        return demo(progress.print)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
@@ -65,9 +66,20 @@ class Node:
     cell: nn.Cell
     state: CellState | None
     parameters: list[Parameter]
-    parents: list[Node] = field(default_factory=list)
     children: list[Node] = field(default_factory=list)
     order: float | None = None
+    # Weak: nodes in a cycle would keep cells alive, and bring back those that are going.
+    _parents: list[weakref.ref[Node]] = field(default_factory=list)
+
+    @property
+    def parents(self) -> list[Node]:
+        """The nodes that hold this one, as long as the root is held by someone."""
+        return [parent for parent in (known() for known in self._parents) if parent is not None]
+
+    def add(self, child: Node) -> None:
+        """Hold another node."""
+        self.children.append(child)
+        child._parents.append(weakref.ref(self))
 
     @property
     def optional(self) -> bool:
@@ -92,8 +104,7 @@ def tree(cell: nn.Cell) -> list[Node]:
             prefix = name + "." if name else ""
             stack.extend((prefix + key, child, node) for key, child in reversed(own_children(current)))
         if parent is not None:
-            node.parents.append(parent)
-            parent.children.append(node)
+            parent.add(node)
     spread_use(list(nodes.values()))
     return list(nodes.values())
 

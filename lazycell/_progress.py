@@ -22,11 +22,21 @@ class Progress:
         self._stream = sys.stderr if stream is None else stream
         self._started = time.monotonic()
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._show, daemon=True)
+        self._lock = threading.Lock()
+        self._shown = False
+        self._thread = threading.Thread(target=self._show, name="lazycell progress", daemon=True)
 
     def begin(self, stage: str) -> None:
         """Go on to something else."""
         self._stage = stage
+
+    def print(self, text: str) -> None:
+        """Print a text where the line stands."""
+        with self._lock:
+            if self._shown:
+                self._write("")
+                self._shown = False
+            print(text, flush=True)
 
     def __enter__(self) -> Progress:
         if self._stream.isatty():
@@ -39,12 +49,13 @@ class Progress:
             self._thread.join()
 
     def _show(self) -> None:
-        shown = False
         wait = _PATIENCE
         while not self._done.wait(wait):
-            shown, wait = True, _PERIOD
-            self._write(f"{self._stage} ({time.monotonic() - self._started:.0f} s)")
-        if shown:
+            wait = _PERIOD
+            with self._lock:
+                self._shown = True
+                self._write(f"{self._stage} ({time.monotonic() - self._started:.0f} s)")
+        if self._shown:
             self._write("")
 
     def _write(self, text: str) -> None:

@@ -40,7 +40,7 @@ class LayerRow:
         total_parameters, total_nbytes: Of these and of all below it.
         deferred_nbytes: Bytes of all these that aren't allocated.
         order: Position in the order of first use, from 0; None for an unused layer and for the net itself.
-        where: ``"file.py:12"``, the line at which it was assigned; None if that wasn't seen.
+        where: ``"file.py:12"``, the line at which it was assigned; None if that wasn't seen, and for the net itself.
         reason: Why its parameters have no gradient, or not always; None if nothing is known against it.
         detail: The same as a sentence; empty if there is no reason.
     """
@@ -162,7 +162,7 @@ class _Net:
             total_nbytes=sum(p.nbytes for p in total),
             deferred_nbytes=sum(p.nbytes for p in total if _deferral.is_deferred(p)),
             order=None if layer.order is None or not node.parents else layer.order - 1,
-            where=layer.where,
+            where=layer.where if node.parents else None,
             reason=reason,
             detail=detail,
         )
@@ -191,8 +191,8 @@ class _Net:
         reached = max((step.reached for step in asked), default=0)
         if asked and reached < self._num_steps:
             first, last = min(step.first for step in asked if step.first), max(step.last for step in asked)
-            times = f"in {reached} of {self._num_steps} steps: first in step {first}, last in step {last}"
-            return Reason.SOME_STEPS, f"reached {times}"
+            when = f"first in step {first}, last in step {last}" if last > first else f"step {first}"
+            return Reason.SOME_STEPS, f"reached in {reached} of {self._num_steps} steps: {when}"
         return None, ""
 
     def summary(self) -> Summary:

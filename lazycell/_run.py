@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import types
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -55,14 +56,16 @@ def run_script(path: str, arguments: list[str]) -> None:
     Raises:
         CantRun: It can't be read.
     """
-    if os.path.isdir(path):  # as Python does, it runs the __main__ in there
-        sys.path.insert(0, path)
-        _run_module("__main__", [path, *arguments], path)
-        return
     sys.argv = [path, *arguments]
-    _set_first_path(os.path.dirname(os.path.realpath(path)))
     full = os.path.abspath(path)
-    _execute(load_script(path), _main_module(full, None, importlib.machinery.SourceFileLoader("__main__", full)))
+    if os.path.isdir(path) or zipfile.is_zipfile(path):  # as Python does, it runs the __main__ in there
+        sys.path[0] = full
+        spec = importlib.machinery.PathFinder.find_spec("__main__", [full])
+        _execute(_code_of(spec, path), _main_module(spec, None))
+        return
+    _set_first_path(os.path.dirname(os.path.realpath(path)))
+    loader = importlib.machinery.SourceFileLoader("__main__", full)
+    _execute(load_script(path), _main_module(None, loader))
 
 
 def run_module(name: str, arguments: list[str]) -> None:
@@ -72,25 +75,23 @@ def run_module(name: str, arguments: list[str]) -> None:
         CantRun: There is no such module.
     """
     _set_first_path(os.getcwd())
-    _run_module(name, [name, *arguments], name)
-
-
-def _run_module(name: str, argv: list[str], shown: str) -> None:
     try:
-        spec = importlib.util.find_spec(name) if name != "__main__" else _spec_in(shown)
+        spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(name + ".__main__")
     except ImportError as error:
-        raise CantRun(f"can't find {shown!r}: {error}.") from error
-    code = spec.loader.get_code(spec.name) if spec is not None and spec.loader is not None else None  # type: ignore
-    if spec is None or code is None:
-        raise CantRun(f"there is no module {shown!r} that can be run.")
-    sys.argv = [spec.origin or argv[0], *argv[1:]]
-    _execute(code, _main_module(spec.origin, spec if name != "__main__" else None, spec.loader))
+        raise CantRun(f"can't find {name!r}: {error}.") from error
+    code = _code_of(spec, name)
+    sys.argv = [str(spec and spec.origin), *arguments]
+    _execute(code, _main_module(spec, None))
 
 
-def _spec_in(folder: str) -> importlib.machinery.ModuleSpec | None:
-    return importlib.machinery.PathFinder.find_spec("__main__", [folder])
+def _code_of(spec: importlib.machinery.ModuleSpec | None, shown: str) -> types.CodeType:
+    get_code = getattr(spec and spec.loader, "get_code", None)
+    code = get_code(spec.name) if spec is not None and get_code is not None else None
+    if not isinstance(code, types.CodeType):
+        raise CantRun(f"there is nothing in {shown!r} that can be run.")
+    return code
 
 
 def _set_first_path(folder: str) -> None:
@@ -99,10 +100,15 @@ def _set_first_path(folder: str) -> None:
         sys.path[0] = folder
 
 
-def _main_module(path: str | None, spec: importlib.machinery.ModuleSpec | None, loader: Any) -> types.ModuleType:
+def _main_module(spec: importlib.machinery.ModuleSpec | None, loader: Any) -> types.ModuleType:
+    """The module that a program runs as, with the names that Python gives it, from a spec or from a script's loader."""
     module = types.ModuleType("__main__")
-    package = spec.parent if spec is not None else None
-    vars(module).update(__file__=path, __spec__=spec, __loader__=loader, __package__=package, __builtins__=__builtins__)
+    vars(module).update(__spec__=spec, __builtins__=__builtins__, __annotations__={})
+    if spec is None:
+        vars(module).update(__file__=loader.path, __cached__=None, __loader__=loader, __package__=None)
+    else:
+        vars(module).update(__file__=spec.origin, __cached__=spec.cached)
+        vars(module).update(__loader__=spec.loader, __package__=spec.parent)
     return module
 
 

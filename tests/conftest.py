@@ -24,6 +24,7 @@ settings.load_profile("lazycell")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let the suite run on another device."""
     parser.addoption("--device-target", default="CPU", help="MindSpore device to run on: CPU, GPU or Ascend")
+    parser.addoption("--update-golden", action="store_true", help="write the files in tests/golden anew")
 
 
 def pytest_configure(config: pytest.Config) -> None:

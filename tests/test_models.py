@@ -7,7 +7,7 @@ import warnings
 import mindspore as ms
 import numpy as np
 import pytest
-from helpers import bits, both, is_deferred, names, stream
+from helpers import bits, both, is_deferred, names, seed, stream
 from mindspore import Tensor, nn
 
 import lazycell
@@ -118,3 +118,42 @@ def test_dry_run_touches_what_a_forward_pass_touches(name: str) -> None:
         used(Tensor(np.zeros((1, 3, 224, 224), np.float32)))
     assert names(net.trainable_params()) == names(lazycell.trainable_params(eager))
     assert lazycell.registry(net).untouched == lazycell.registry(eager).untouched
+
+
+def train(name: str, size: int) -> tuple[nn.Cell, list[bytes]]:
+    """Two steps of a model of mindcv, by a script that knows nothing of lazycell; auxiliary heads are trained, too."""
+    seed()
+    net = mindcv.create_model(name, num_classes=10, pretrained=False)
+    net.set_train()
+    loss_fn = nn.CrossEntropyLoss()
+    optimizer = nn.Momentum(net.trainable_params(), 0.01, 0.9, weight_decay=1e-4)
+
+    def forward_fn(x: Tensor, y: Tensor) -> Tensor:
+        out = net(x)
+        outputs, weights = (out, (1.0, 0.3, 0.3)) if isinstance(out, tuple) else ((out,), (1.0,))
+        return sum(weight * loss_fn(each, y) for weight, each in zip(weights, outputs))
+
+    grad_fn = ms.value_and_grad(forward_fn, None, optimizer.parameters)
+    random = np.random.default_rng(0)
+    losses = []
+    for _ in range(2):
+        image = Tensor(random.random((2, 3, size, size), np.float32))
+        loss, gradients = grad_fn(image, Tensor(random.integers(0, 10, 2), ms.int32))
+        optimizer(gradients)
+        losses.append(loss.asnumpy().tobytes())
+    return net, losses
+
+
+@pytest.mark.parametrize(
+    "name, size", [("resnet18", 64), ("mobilenet_v2_100", 64), ("vit_b_32_224", 224), ("googlenet", 224)]
+)
+def test_training_under_the_patch_is_the_same(name: str, size: int) -> None:
+    """Losses, weights and random streams are those without the patch, bit for bit."""
+    eager, expected = train(name, size)
+    after = stream()
+    with lazycell.patch():
+        net, losses = train(name, size)
+        assert len(net.trainable_params()) == len(eager.trainable_params())
+    assert losses == expected and stream() == after
+    for one, other in zip(eager.get_parameters(), net.get_parameters(), strict=True):
+        assert (one.name, bits(one)) == (other.name, bits(other))

@@ -24,7 +24,8 @@ ORDER = (
     "_patch", "_rows", "_html", "_report", "_run", "_demo", "_progress", "_cli", "__main__",
 )  # fmt: skip
 INTERNALS = (
-    "_versions", "_construction", "_optimizers", "_running", "_graphs", "_storage", "_meta", "_draws", "_recording", "_cells",
+    "_versions", "_construction", "_optimizers", "_running", "_graphs", "_storage", "_meta", "_draws", "_recording",
+    "_cells",
 )  # fmt: skip
 
 
