@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import inspect
 import os
 import sys
+import tempfile
+import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +32,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The arguments without the program's name; by default those of the process.
     """
-    options = _parser().parse_args(arguments)
+    given, program = _divided(list(sys.argv[1:] if arguments is None else arguments))
+    options = _parser().parse_args(given)
+    vars(options).update(program)
     command: Callable[[argparse.Namespace], int] = options.function
     try:
         return command(options)
     except Refusal as refusal:
         if getattr(options, "debug", False):
-            raise
+            traceback.print_exception(refusal)
         print(f"python -m lazycell: error: {refusal}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+
+
+def _divided(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """Our own arguments, and the program of ``run``: all that follows its name is its own, whatever it looks like."""
+    if arguments[:1] != ["run"]:
+        return arguments, {}
+    at = 1
+    while at < len(arguments) and arguments[at].startswith("-") and not arguments[at].startswith("-m"):
+        if arguments[at] in ("-", "--"):
+            break
+        at += 2 if arguments[at] == "--report" else 1
+    ours, program = arguments[:at], arguments[at:]
+    is_module = bool(program) and program[0].startswith("-m")
+    if is_module and program[0] != "-m":
+        program[:1] = ["-m", program[0][2:]]  # as Python takes it
+    if is_module or program[:1] == ["--"]:
+        del program[0]
+    return ours, {"is_module": is_module, "target": program[:1], "arguments": program[1:]}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,13 +71,14 @@ def _parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser(
         "run", help="run a script under lazycell.patch(), and report on its nets", usage="%(prog)s [options] "
-        "(SCRIPT | -m MODULE) [ARGS ...]", description="Run a script as Python would, with every cell lazy and tracked."
+        "(SCRIPT | -m MODULE) [ARGS ...]", allow_abbrev=False,
+        description="Run a script as Python would, with every cell lazy and tracked.",
     )  # fmt: skip
-    run.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
+    run.add_argument("-m", metavar="MODULE", help="run a module, as python -m does")  # what it takes apart is said here
     _add_common(run, "where to write the report; to standard error if it isn't given")
-    run.add_argument("target", metavar="SCRIPT", help="the script, or with -m the module")
-    run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its own arguments")
-    run.set_defaults(function=_run)
+    run.add_argument("target", metavar="SCRIPT", nargs="?", help="the script")
+    run.add_argument("arguments", metavar="ARGS", nargs="*", help="its own arguments")
+    run.set_defaults(function=_run, refuse=run.error)
 
     report = commands.add_parser(
         "report", help="build a net, run shapes through it, and report", description="Build a net, run shapes through "
@@ -83,13 +105,20 @@ def _add_common(parser: argparse.ArgumentParser, where: str) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
+    from lazycell._demo import demo
     from lazycell._progress import Progress
 
-    with Progress("importing MindSpore") as progress:
-        from lazycell._demo import demo
+    with Progress("one gradient step of each model"):
+        return demo(lambda text: _print(f"{text}\n"))
 
-        progress.begin("one gradient step of each model")
-        return demo(progress.print)
+
+def _print(text: str) -> None:
+    """Write to standard output, as long as somebody reads it."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough; the rest, and what Python flushes in the end, goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # ---------------------------------------------------------------------------------------------
@@ -97,57 +126,67 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    _check_path(options.path)
-    from lazycell._patch import patch
-    from lazycell._run import CantRun, Nets, hide_own_frames, join_threads, run_module, run_script
+    if not options.target:
+        options.refuse(f"the following arguments are required: {'MODULE' if options.is_module else 'SCRIPT'}")
+    path, folder = _checked_path(options.path), os.getcwd()
+    from lazycell._run import CantRun, End, Nets, hide_own_frames, run_module, run_script, under_the_patch
 
-    hide_own_frames()
-    nets = Nets()
-    with patch(), nets.watched():
-        try:
-            (run_module if options.is_module else run_script)(options.target, options.arguments)
-            join_threads()
-        except CantRun as error:
-            raise Refusal(str(error)) from error
-        except SystemExit as error:
-            join_threads()
-            failed = error.code not in (None, 0)
-            if _tell(nets.reports(), options, sys.stderr.write) and not failed:
-                return UNUSED
-            raise
-        except BaseException:
-            _tell(nets.reports(), options, sys.stderr.write)
-            raise
-        return UNUSED if _tell(nets.reports(), options, sys.stderr.write) else 0
+    nets, undo = Nets(), contextlib.ExitStack()
+
+    def tell(write: Callable[[str], object]) -> int | None:
+        reports = nets.reports()
+        _tell(reports, path, write, nets.left_out, folder)
+        undo.close()
+        return UNUSED if options.fail_on_unused and nets.has_unused else None
+
+    end = End(tell)
+    undo.enter_context(under_the_patch(nets))
+    try:
+        (run_module if options.is_module else run_script)(options.target[0], options.arguments)
+        end.well = True
+    except CantRun as error:
+        end.cancel()
+        undo.close()
+        raise Refusal(str(error)) from error
+    except SystemExit as error:
+        end.well = error.code in (None, 0)
+        raise
+    except BaseException as error:
+        hide_own_frames(error)
+        raise
+    return 0
 
 
-def _tell(nets: list[Any], options: argparse.Namespace, write: Callable[[str], object]) -> bool:
-    """Write the report; whether it is a reason to fail."""
+def _tell(
+    nets: list[Any], path: Path | None, write: Callable[[str], object], left_out: int = 0, folder: str | None = None
+) -> None:
+    """Write the report to a file, or by a function; places below a folder are told relative to it."""
     from lazycell._report import render
 
     if not nets:
-        write("lazycell: no net was run.\n")
-    elif options.path is None:
-        write(render(nets, "text") + "\n")
+        write("lazycell: no net was run under lazycell.patch().\n")
+    elif path is None:
+        write(render(nets, "text", left_out, folder) + "\n")
     else:
         try:
-            Path(options.path).write_text(render(nets, _FORMATS[Path(options.path).suffix]), encoding="utf-8")
+            path.write_text(render(nets, _FORMATS[path.suffix.lower()], left_out, folder), encoding="utf-8")
         except OSError as error:  # it has taken long to come to know this
-            write(f"lazycell: can't write {options.path!r}: {error.strerror}.\n{render(nets, 'text')}\n")
-    return bool(options.fail_on_unused) and any(net.has_unused for net in nets)
+            text = render(nets, "text", left_out, folder)
+            write(f"lazycell: can't write {str(path)!r}: {error.strerror}.\n{text}\n")
 
 
-def _check_path(path: str | None) -> None:
-    """Refuse a file that can't be written, before anything has run."""
-    if path is None:
-        return
-    if Path(path).suffix not in _FORMATS:
-        raise Refusal(f"--report takes a file that ends with {', '.join(_FORMATS)}, but got {path!r}.")
-    folder = Path(path).absolute().parent
-    if not folder.is_dir():
-        raise Refusal(f"--report {path!r}: there is no folder {str(folder)!r}.")
-    if not os.access(path if Path(path).exists() else folder, os.W_OK) or Path(path).is_dir():
-        raise Refusal(f"--report {path!r} can't be written.")
+def _checked_path(text: str | None) -> Path | None:
+    """The absolute path of a file; one that can't be written is refused before anything has run."""
+    if text is None:
+        return None
+    path = Path(text).absolute()
+    if path.suffix.lower() not in _FORMATS:
+        raise Refusal(f"--report takes a file that ends with {', '.join(_FORMATS)}, but got {text!r}.")
+    if not path.parent.is_dir():
+        raise Refusal(f"--report {text!r}: there is no folder {str(path.parent)!r}.")
+    if not os.access(path if path.exists() else path.parent, os.W_OK) or path.is_dir():
+        raise Refusal(f"--report {text!r} can't be written.")
+    return path
 
 
 # ---------------------------------------------------------------------------------------------
@@ -155,32 +194,65 @@ def _check_path(path: str | None) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
-    _check_path(options.path)
+    path = _checked_path(options.path)
     from lazycell._progress import Progress
 
-    with Progress("importing MindSpore") as progress:
-        from mindspore import nn
+    inputs = [_spec(text) for text in options.inputs]
+    with Progress(f"importing {options.factory}") as progress, _arguments([options.factory.partition(":")[0]]):
+        report = _report_on(options, inputs, progress.begin)
+    _tell([report], path, _print)
+    return UNUSED if options.fail_on_unused and report.has_unused else 0
 
-        import lazycell
-        from lazycell._report import optimized_parameters
-        from lazycell._rows import net_report
 
-        inputs = [_spec(text) for text in options.inputs]
-        progress.begin(f"importing {options.factory}")
-        factory = _find(options.factory)
-        with lazycell.patch(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", lazycell.UnusedLayerWarning)  # the report says it
-            progress.begin(f"building {options.factory}")
-            net = factory if isinstance(factory, nn.Cell) else _attempt(f"{options.factory}()", factory)
-            if not isinstance(net, nn.Cell):
-                raise Refusal(f"{options.factory} gives a {type(net).__name__}, not a mindspore.nn.Cell.")
-            lazycell.track(net).set_train(options.train)
-            progress.begin("running shapes through it" if options.mode == "pynative" else "compiling it")
-            what = f"the forward pass of {type(net).__name__} on {', '.join(map(repr, inputs)) or 'no input'}"
+def _report_on(options: argparse.Namespace, inputs: list[Any], begin: Callable[[str], object]) -> Any:
+    """The report of the net that is asked for."""
+    from mindspore import nn
+
+    import lazycell
+    from lazycell._report import optimized_parameters
+    from lazycell._rows import net_report
+
+    factory = _find(options.factory)
+    with lazycell.patch(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", lazycell.UnusedLayerWarning)  # the report says it
+        begin(f"building {options.factory}")
+        net = factory if isinstance(factory, nn.Cell) else _attempt(f"{options.factory}()", factory)
+        if inspect.iscoroutine(net):
+            net.close()  # or it would warn that nobody awaits it
+        if not isinstance(net, nn.Cell):
+            raise Refusal(f"{options.factory} gives an object of type {type(net).__name__}, not a mindspore.nn.Cell.")
+        lazycell.track(net).set_train(options.train)
+        begin("running shapes through it" if options.mode == "pynative" else "compiling it")
+        what = f"the forward pass of {type(net).__name__} on {', '.join(map(repr, inputs)) or 'no input'}"
+        with _aside() if options.mode == "graph" and not options.debug else contextlib.nullcontext():
             _attempt(what, lambda: _touch(net, inputs, options.mode))
-            progress.begin("writing the report")
-            reports = [net_report(net, optimized_parameters())]
-    return UNUSED if _tell(reports, options, sys.stdout.write) else 0
+        begin("writing the report")
+        return net_report(net, optimized_parameters())
+
+
+@contextmanager
+def _arguments(arguments: list[str]) -> Iterator[None]:
+    """Let modules that read the arguments of the process find others than ours."""
+    sys.argv, given = arguments, sys.argv
+    try:
+        yield
+    finally:
+        sys.argv = given
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """Let MindSpore's compiler write its log and its folders to nowhere."""
+    folder, kept = os.getcwd(), os.dup(2)
+    with tempfile.TemporaryDirectory() as temporary, open(os.devnull, "w", encoding="utf-8") as nowhere:
+        os.chdir(temporary)
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            os.chdir(folder)
 
 
 def _touch(net: Any, inputs: list[Any], mode: str) -> None:
@@ -199,9 +271,12 @@ def _attempt(what: str, function: Callable[[], Any]) -> Any:
     """Call somebody's function; an exception becomes one line."""
     try:
         return function()
-    except Exception as error:
-        first = (str(error).strip() or "no message").splitlines()[0]
-        raise Refusal(f"{what} failed: {type(error).__name__}: {first}") from error
+    except (Exception, SystemExit) as error:
+        raise Refusal(f"{what} failed: {type(error).__name__}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or "no message").splitlines()[0]
 
 
 def _find(text: str) -> Any:
@@ -214,8 +289,9 @@ def _find(text: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise Refusal(f"there is no module {error.name!r}, which {text!r} needs.") from error
-    except Exception as error:
-        raise Refusal(f"importing {module_name!r} failed: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        why = f"{type(error).__name__}: {_first_line(error)}"
+        raise Refusal(f"importing {module_name!r} failed: {why}") from error
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
@@ -232,7 +308,7 @@ def _refuse_arguments(text: str, factory: Any) -> None:
     if isinstance(factory, nn.Cell):
         return
     if not callable(factory):
-        raise Refusal(f"{text} is a {type(factory).__name__}, which can't be called for a net.")
+        raise Refusal(f"{text} is of type {type(factory).__name__}, which can't be called for a net.")
     try:
         parameters = inspect.signature(factory).parameters.values()
     except ValueError:  # written in C

@@ -64,6 +64,8 @@ class _Deferred:
             parameter = cast(Parameter, self)
             if is_deferred(parameter):
                 _refuse_if_postponed(parameter)
+                if is_deferred(value):
+                    materialize(cast(Parameter, value))
                 internals.assign_storage(self._lazycell_native, parameter, value)
                 _become_native(parameter)
                 return parameter
@@ -78,6 +80,8 @@ class _Deferred:
                 internals.set_initializer(parameter, data)
                 return parameter
             data.init_data()
+        if is_deferred(data):
+            materialize(data)
         if not isinstance(data, Tensor) or data.shape != parameter.shape or data.dtype != parameter.dtype:
             materialize(parameter)  # to be converted or refused, as MindSpore does it
             return parameter.set_data(data, slice_shape)

@@ -20,6 +20,7 @@ from lazycell import _deferral
 from lazycell import _mindspore as internals
 from lazycell import _touching
 from lazycell._errors import LazyCellError
+from lazycell._listed import NoticingList
 from lazycell._registry import require_tracked
 
 _log = logging.getLogger("lazycell")
@@ -176,7 +177,22 @@ def _undisturbed(cells: list[nn.Cell]) -> Iterator[None]:
         stack.callback(np.random.set_state, np.random.get_state())
         stack.callback(mindspore.set_rng_state, mindspore.get_rng_state())
         stack.enter_context(internals.hooks_silenced(cells))
+        stack.enter_context(_unrecorded(cells))
+        with internals.recording_ended():
+            yield
+
+
+@contextmanager
+def _unrecorded(cells: list[nn.Cell]) -> Iterator[None]:
+    """Let MindSpore record nothing of cells after ``set_grad()``: a gradient might take this pass for its own."""
+    recording = [cell for cell in cells if cell.requires_grad]
+    for cell in recording:
+        cell.requires_grad = False
+    try:
         yield
+    finally:
+        for cell in recording:
+            cell.requires_grad = True
 
 
 @contextmanager
@@ -272,7 +288,9 @@ def within(roots: list[Any]) -> Reachable:
 
 def _referred_to(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
-        return list(value.values())
+        return list(dict.values(value))  # looking at a cell's parameters is no use of them
+    if isinstance(value, NoticingList):
+        return value.raw()
     if isinstance(value, (list, tuple, set, frozenset)):
         return list(value)
     if isinstance(value, MethodType):

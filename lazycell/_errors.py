@@ -82,6 +82,12 @@ def user_location() -> str | None:
     return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+class Programs:
+    """Whether somebody's program is being run by lazycell: its filters may make an error of its own warnings only."""
+
+    running = False
+
+
 def warn(warning: LazyCellWarning) -> None:
     """Issue a warning at the innermost line of the user's code."""
     level = 2  # warnings.warn counts from here: 1 is this line, 2 is our caller
@@ -89,4 +95,11 @@ def warn(warning: LazyCellWarning) -> None:
     while is_library_code(frame) and frame.f_back is not None:
         frame = frame.f_back
         level += 1
-    warnings.warn(warning, stacklevel=level)
+    try:
+        warnings.warn(warning, stacklevel=level)
+    except LazyCellWarning:
+        if not Programs.running:
+            raise
+        text = warnings.formatwarning(warning, type(warning), frame.f_code.co_filename, frame.f_lineno)
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # it may have closed or replaced the stream
+            sys.stderr.write(text)

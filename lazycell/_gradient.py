@@ -8,6 +8,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import mindspore
@@ -109,8 +110,9 @@ def as_mindspore_takes_them(native: Callable[..., Any]) -> Callable[..., Any]:
             return native(*args, **kwargs)  # type: ignore[no-any-return]  # raises its own
         given.apply_defaults()
         fn, grad_position, weights, has_aux, return_ids, sens_param = given.args
-        many = weights if isinstance(weights, (list, tuple)) and weights else [weights]
-        if not (isinstance(weights, TouchedParameters) or all(isinstance(weight, Parameter) for weight in many)):
+        is_live = isinstance(weights, TouchedParameters)
+        many = weights if not is_live and isinstance(weights, (list, tuple)) and weights else [weights]
+        if not (is_live or all(isinstance(weight, Parameter) for weight in many)):
             return native(*args, **kwargs)  # type: ignore[no-any-return]
         get_value = native is NATIVE_VALUE_AND_GRAD
         flags = has_aux, return_ids, sens_param, True
@@ -346,14 +348,28 @@ class _GradientFunction:
                 touch_by(self._fn, args[:-1] if self._sens_param else args, {})
             self._now()
         self._fill_given()
+        with live.without_unused() if live is not None else nullcontext():
+            result, weights, active = self._run_graph(args, live)
+        if isinstance(self._weights, Parameter):
+            return result
+        everything = weights if live is None else live.shown()
+        if len(everything) > len(weights):
+            result = self._with_zeros(result, weights, everything)
+            took_part = {id(weight) for weight, arrived in zip(weights, active or [True] * len(weights)) if arrived}
+            active = [id(parameter) in took_part for parameter in everything]
+        return self._with_parameters(result, everything, active)
+
+    def _run_graph(
+        self, args: tuple[Any, ...], live: TouchedParameters | None
+    ) -> tuple[Any, list[Parameter], list[bool] | None]:
+        """Run the graph, compiled if need be; what it returns, for which weights, and which of them take part."""
         held = [] if live is not None else list(map(id, _listed(self._weights)))
         if self._compiled is None or self._compiled[0] != held:
             self._compiled = held, self._native(self._fn, weights=self._weights)
         result = self._compiled[1](*args)
-        if isinstance(self._weights, Parameter):
-            return result
-        weights = _listed(self._weights)
-        return self._with_parameters(result, weights, self._in_forward_graph(weights, args) if participants else None)
+        weights = _listed(self._weights) if live is None else live.counted()
+        wanted = participants and not isinstance(self._weights, Parameter)
+        return result, weights, self._in_forward_graph(weights, args) if wanted else None
 
     def _in_forward_graph(self, weights: list[Parameter], args: tuple[Any, ...]) -> list[bool]:
         """Whether each weight is in the graph of the function itself, for these arguments."""
@@ -413,8 +429,11 @@ class _GradientFunction:
         def known(gradients: Any) -> Any:
             values = tuple(pair[1] for pair in gradients) if self._return_ids else gradients
             made = Gradients(values, weights, active and _verified(values, active))
+            self._history.note(made.parameters, None if active is None else made.active)
+            for parameter, took_part in zip(made.parameters, made.active) if active is not None else ():
+                if took_part and not _touching.is_touched(parameter):  # it was used where nobody sees it
+                    _touching.touch(parameter)
             if active is not None:
-                self._history.note(made.parameters, made.active)
                 for participant in list(participants):
                     participant.took_part(made)
             return gradients if self._return_ids else made
@@ -460,7 +479,7 @@ def _understood(weights: Any) -> Any:
 
 def _listed(weights: Any) -> list[Parameter]:
     if isinstance(weights, TouchedParameters):
-        return weights.counted()
+        return weights.shown()
     return [weights] if isinstance(weights, Parameter) else list(weights)
 
 

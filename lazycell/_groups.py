@@ -137,16 +137,22 @@ class OptimizerParameters(TouchedParameters):
 
     def __init__(self, groups: Groups, factory: str) -> None:
         list.__init__(self)
-        self._counted = []
+        self._begin()
         self._groups, self._factory = groups, factory
+        self._fixed: dict[int, Parameter] | None = None
         self._watch()
+
+    def fix(self) -> None:
+        """Let nothing join that doesn't require a gradient now: a list that was copied now would not hold it."""
+        self._fixed = {id(parameter): parameter for parameter in self._all if parameter.requires_grad}
+        self._look()
 
     def _candidates(self) -> Iterator[tuple[Parameter, bool]]:
         members = {id(p): (p, t) for group in self._groups.members() for p, t in group}
         if self._groups.order is not None:
             first = [id(p) for p, _ in self._groups.order.candidates() if id(p) in members]
             members = {key: members[key] for key in (*first, *members)}
-        return iter(members.values())
+        return iter([pair for key, pair in members.items() if self._fixed is None or key in self._fixed])
 
     def has_completed(self) -> bool:
         return any(source.has_completed() for source in self._groups.lists()) or bool(self._counted)

@@ -7,21 +7,40 @@ import weakref
 
 from mindspore import Parameter
 
+from lazycell._touching import now, touch_order
+
 _KEY = "_lazycell_steps"
 _lock = threading.RLock()
 
 
 class Steps:
-    """The gradient computations that a parameter took part in, by their numbers among those of its net, from 1.
+    """The gradient computations that asked for a parameter's gradient, numbered from 1.
 
     Attributes:
-        latest: The last one that asked for its gradient; 0 if none did.
-        first, last: The first and the last one in which a gradient arrived at it; 0 if none did.
-        reached: In how many one arrived.
+        asked: How many there were.
+        unwatched: In how many of them nobody looked whether a gradient arrived at it.
+        reached: In how many one was seen to arrive.
+        first, last: The first and the last one of these; 0 if there is none.
     """
 
     def __init__(self) -> None:
-        self.latest = self.first = self.last = self.reached = 0
+        self.asked = self.unwatched = self.reached = self.first = self.last = 0
+
+    def add(self, count: int, active: bool | None) -> None:
+        """Some more computations that were alike; ``active`` is None if nobody looked."""
+        start = self.asked + 1
+        self.asked += count
+        if active is None:
+            self.unwatched += count
+        elif active:
+            self.first, self.last = self.first or start, self.asked
+            self.reached += count
+
+    def put_before(self, count: int) -> None:
+        """Some computations that came before all that are known, and didn't reach it."""
+        self.asked += count
+        if self.reached:
+            self.first, self.last = self.first + count, self.last + count
 
 
 def steps_of(parameter: Parameter) -> Steps:
@@ -44,36 +63,59 @@ class History:
     def __init__(self) -> None:
         self._parameters: tuple[weakref.ref[Parameter], ...] = ()
         self._ids: list[int] = []
-        self._active: tuple[bool, ...] = ()
+        self._active: tuple[bool, ...] | None = ()
         self._pending = 0
+        self._total = 0
+        self._noted_at = 0  # in the order of touches
+        self._met: dict[int, weakref.ref[Parameter]] = {}
 
-    def note(self, parameters: tuple[Parameter, ...], active: tuple[bool, ...]) -> None:
-        """One more computation, and for each of its parameters whether a gradient arrived at it."""
+    def note(self, parameters: tuple[Parameter, ...], active: tuple[bool, ...] | None) -> None:
+        """One more computation.
+
+        Args:
+            parameters: Those whose gradients were asked for.
+            active: For each, whether a gradient arrived at it; None if nobody looked.
+        """
         with _lock:
             if _Latest.history is not self and _Latest.history is not None:
-                _Latest.history.settle()  # the numbers are those of the net: functions take turns
+                _Latest.history.settle()  # functions take turns, and the numbers are the parameters'
             _Latest.history = self
             ids = list(map(id, parameters))
             if active != self._active or ids != self._ids:
                 self.settle()
+                if ids != self._ids:
+                    self._meet(parameters)
                 self._parameters = tuple(map(weakref.ref, parameters))
                 self._ids, self._active = ids, active
             self._pending += 1
+            self._total += 1
+            self._noted_at = now()
+
+    def _meet(self, parameters: tuple[Parameter, ...]) -> None:
+        """What was touched since the last computation wasn't there to be asked for before: those didn't reach it."""
+        self._met = {key: known for key, known in self._met.items() if known() is not None}
+        for parameter in parameters:
+            if id(parameter) in self._met:
+                continue
+            self._met[id(parameter)] = weakref.ref(parameter)
+            if self._total and (touch_order(parameter) or 0) > self._noted_at:
+                _known_steps(parameter).put_before(self._total)
 
     def settle(self) -> None:
         """Write down at the parameters what has been counted."""
         if not self._pending:
             return
-        alive = [(p, active) for p, active in zip((known() for known in self._parameters), self._active)]
-        steps = [(vars(p).setdefault(_KEY, Steps()), active) for p, active in alive if p is not None]
-        start = 1 + max((step.latest for step, _ in steps), default=0)
-        end = start + self._pending - 1
-        for step, active in steps:
-            step.latest = end
-            if active:
-                step.first, step.last = step.first or start, end
-                step.reached += self._pending
+        actives = (None,) * len(self._parameters) if self._active is None else self._active
+        for known, active in zip(self._parameters, actives):
+            parameter = known()
+            if parameter is not None:
+                _known_steps(parameter).add(self._pending, active)
         self._pending = 0
+
+
+def _known_steps(parameter: Parameter) -> Steps:
+    steps: Steps = vars(parameter).setdefault(_KEY, Steps())
+    return steps
 
 
 class _Latest:

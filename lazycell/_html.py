@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -9,30 +10,33 @@ from hashlib import sha256
 from html import escape
 
 from lazycell._registry import format_bytes
-from lazycell._rows import LayerRow, NetReport, Reason, Summary
+from lazycell._rows import LayerRow, NetReport, Reason, Summary, left_out_in_words
 
 # Browsers nest elements at most 512 deep, and some lay out fewer; a level of the tree takes three. Deeper layers
 # stand flat below the last one that nests.
 _DEEPEST = 50
 _INDENTED = 10  # levels that are indented, for the style sheet; deeper ones say how deep they are
 _HANDY = 100  # rows of one net that are open to begin with
-_SHORT = 20  # unused layers that are listed without being asked for
+_SHORT = 20  # layers that need a look that are listed without being asked for
 
 _BADGES = {
     Reason.NEVER_CALLED: "never called",
     Reason.FROZEN: "frozen",
-    Reason.CUT_OFF: "cut off",
-    Reason.NOT_IN_OPTIMIZER: "not in optimizer",
+    Reason.CUT_OFF: "cut off from the loss",
+    Reason.NOT_IN_OPTIMIZER: "not in the optimizer",
     Reason.SOME_STEPS: "some steps",
 }
-_STEPS = {0: "no gradient computation was seen", 1: "gradient computation was seen"}
+_SUSPECT = (Reason.CUT_OFF, Reason.NOT_IN_OPTIMIZER)  # layers that were used, and don't learn although they might
+_STEPS = {0: "no gradient computation was seen", 1: "gradient computation asked for a layer"}
+_MORE_STEPS = "gradient computations at most asked for a layer"
 
 
-def page(nets: Sequence[NetReport], title: str = "lazycell report") -> str:
+def page(nets: Sequence[NetReport], left_out: int = 0, title: str = "lazycell report") -> str:
     """A complete HTML document, the same for the same nets; nothing in it is loaded from elsewhere.
 
     Args:
         nets: What to show, one after the other.
+        left_out: How many there were besides.
         title: The document's title and first heading.
     """
     # Should anything ever slip through unescaped, this page's own script is still the only one that may run.
@@ -49,7 +53,7 @@ def page(nets: Sequence[NetReport], title: str = "lazycell report") -> str:
 <style>{_STYLE}</style>
 </head>
 <body>
-<header><h1>{escape(title)}</h1>{_contents(nets)}</header>
+<header><h1>{escape(title)}</h1>{_contents(nets)}{_left_out(left_out)}</header>
 {_TOOLS}
 <main>
 {body}
@@ -72,6 +76,10 @@ def _contents(nets: Sequence[NetReport]) -> str:
     return f'<nav aria-label="Nets"><ol>{links}</ol></nav>'
 
 
+def _left_out(number: int) -> str:
+    return f'<p class="left-out">{left_out_in_words(number)}.</p>' if number else ""
+
+
 def _net(net: NetReport, number: int) -> str:
     """The section of one net; ids are made of numbers, never of names."""
     times = f' <span class="times">{net.times:,} nets like this</span>' if net.times > 1 else ""
@@ -79,7 +87,7 @@ def _net(net: NetReport, number: int) -> str:
 <h2 id="n{number}-name">{escape(net.cls_name)}{times}</h2>
 <div class="overview">
 {_sums(net.summary)}
-{_unused(net.layers, number)}
+{_suspects(net.layers, number)}
 </div>
 <h3>All layers</h3>
 {_LEGEND}
@@ -99,7 +107,7 @@ def _sums(s: Summary) -> str:
         ),
         ("Gradients spared", format_bytes(s.gradient_nbytes), "would have gone to untouched parameters"),
         ("Moments spared", format_bytes(s.moment_nbytes), "for two of each such gradient, as Adam’s"),
-        ("Steps", f"{s.num_steps:,}", _STEPS.get(s.num_steps, "gradient computations were seen")),
+        ("Steps", f"{s.num_steps:,}", _STEPS.get(s.num_steps, _MORE_STEPS)),
     ]
     groups = (f'<div><dt>{term}</dt><dd class="figure">{n}</dd><dd>{words}</dd></div>' for term, n, words in sums)
     return f'<dl class="sums">{"".join(groups)}</dl>'
@@ -114,31 +122,42 @@ def _outside(layers: Sequence[LayerRow]) -> Iterator[tuple[int, LayerRow]]:
             yield position, row
 
 
-def _topmost(layers: Sequence[LayerRow]) -> list[tuple[int, LayerRow]]:
-    """The unused layers that stand for all below them, those that were meant to be used first."""
-    unused = [(position, row) for position, row in _outside(layers) if row.depth and not row.used]
-    return sorted(unused, key=lambda pair: pair[1].optional)
+def _worth_a_look(layers: Sequence[LayerRow]) -> list[tuple[int, LayerRow]]:
+    """The unused layers that stand for all below them, then those that don't learn, then those unused by design."""
+    found = [(position, row) for position, row in _outside(layers) if row.depth and (not row.used or _is_suspect(row))]
+    return sorted(found, key=lambda pair: (pair[1].optional, pair[1].used))
 
 
-def _unused(layers: Sequence[LayerRow], number: int) -> str:
-    """Links to the topmost unused layers."""
-    topmost = _topmost(layers)
-    if not topmost:
-        return "<h3>Unused layers</h3><p>Every layer was used.</p>"
+def _is_suspect(row: LayerRow) -> bool:
+    return row.reason in _SUSPECT
+
+
+def _suspects(layers: Sequence[LayerRow], number: int) -> str:
+    """Links to the layers that need a look."""
+    found = _worth_a_look(layers)
+    if not layers[0].used:
+        return "<h3>Layers that need a look</h3><p>The net was built, but never run.</p>"
+    if not found:
+        return "<h3>Layers that need a look</h3><p>None: every layer was used.</p>"
     items = (
         f'<li{_marks(row)}><div class="row">{_row(row, layers[0].total_nbytes, f"#n{number}-{position}")}</div></li>'
-        for position, row in topmost
+        for position, row in found
     )
-    shown = " open" if len(topmost) <= _SHORT else ""
+    unused = sum(not row.used for _, row in found)
+    counts = {"topmost unused": unused, "not learning": len(found) - unused}
+    told = ", ".join(f"{count:,} {words}" for words, count in counts.items() if count)
     return (
-        f'<details class="unused-layers"{shown}><summary><h3>Unused layers '
-        f'<span class="times">{len(topmost):,} topmost</span></h3></summary>'
+        f'<details class="suspects"{" open" if len(found) <= _SHORT else ""}><summary><h3>Layers that need a look '
+        f'<span class="times">{told}</span></h3></summary>'
         f'<ul role="list">{"".join(items)}</ul></details>'
     )
 
 
 def _marks(row: LayerRow) -> str:
-    return "" if row.used else ' class="unused optional"' if row.optional else ' class="unused"'
+    """The classes of a layer's item."""
+    if row.used:
+        return ' class="suspect"' if _is_suspect(row) else ""
+    return ' class="unused optional"' if row.optional else ' class="unused"'
 
 
 def _open_depth(layers: Sequence[LayerRow]) -> int:
@@ -152,7 +171,7 @@ def _open_depth(layers: Sequence[LayerRow]) -> int:
 
 def _tree(layers: Sequence[LayerRow], number: int) -> Iterator[str]:
     """Nested lists, written without recursion: each row closes as many as end with it."""
-    open_depth, linked = _open_depth(layers), {position for position, _ in _topmost(layers)}
+    open_depth, linked = _open_depth(layers), {position for position, _ in _worth_a_look(layers)}
     total = layers[0].total_nbytes
     depths = [min(row.depth, _DEEPEST) for row in layers]
     yield f'<ul class="tree" role="list" aria-label="Layers of {escape(layers[0].cls_name)}">'
@@ -171,13 +190,32 @@ def _row(row: LayerRow, total: int, link: str = "") -> str:
     """What is said of one layer; ``.u`` are the words that a column's heading says to those who see it."""
     cells = [
         f'<span class="name">{_name(row, link)} {_tag(row)}</span>',
-        f'<span class="where"><span class="u">assigned at </span>{escape(row.where)}</span>' if row.where else "",
+        f'<span class="where"><span class="u">assigned at </span>{_place(row.where)}</span>' if row.where else "",
         f'<span class="state" data-state="{escape(row.state)}">{escape(row.state)}</span>',
         *(_figures(row, total) if row.total_parameters else ['<span class="count none">no parameters</span>']),
     ]
-    if row.reason:
-        cells.append(f'<span class="why"><span class="badge">{_BADGES[row.reason]}</span> {escape(row.detail)}</span>')
+    if row.reason or row.detail:
+        cells.append(f'<span class="why">{_why(row)}</span>')
     return " ".join(filter(None, cells))
+
+
+def _why(row: LayerRow) -> str:
+    """A badge, and of the sentence what the badge doesn't say."""
+    if row.reason is None:
+        return escape(row.detail)
+    badge = "never run" if row.reason is Reason.NEVER_CALLED and not row.depth else _BADGES[row.reason]
+    before, said, after = row.detail.partition(badge)
+    rest = row.detail
+    if said and before in ("", "called, but ", "built, but "):
+        rest = after.lstrip(",;: ")
+    elif said and not after:
+        rest = before.removesuffix(", which was ")
+    return f'<span class="badge{" suspect" * _is_suspect(row)}">{badge}</span> {escape(rest)}'
+
+
+def _place(where: str) -> str:
+    """A file and a line, which may be broken after a folder."""
+    return escape(where).replace(os.sep, f"{os.sep}<wbr>")
 
 
 def _name(row: LayerRow, link: str) -> str:
@@ -218,7 +256,7 @@ def _figures(row: LayerRow, total: int) -> Iterator[str]:
 _TOOLS = """<search class="tools" id="tools" hidden>
 <label for="search">Search layers</label>
 <input id="search" type="search" placeholder="name, class, state or reason" autocomplete="off" spellcheck="false">
-<label class="check"><input id="only" type="checkbox" autocomplete="off"> Unused only</label>
+<label class="check"><input id="only" type="checkbox" autocomplete="off"> Only what needs a look</label>
 <button type="button" id="expand">Expand all</button>
 <button type="button" id="collapse">Collapse all</button>
 <p id="status" role="status" aria-live="polite">All layers are shown</p>
@@ -264,6 +302,7 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
   border: 1px solid var(--soft); border-radius: 6px; }
 button { cursor: pointer; } button:hover { border-color: var(--text); }
 .check { display: flex; align-items: center; gap: .4rem; } .check input { width: 1.1em; height: 1.1em; margin: 0; }
+.left-out { color: var(--soft); margin-top: .5rem; }
 #status { flex-basis: 100%; color: var(--soft); font-size: .87rem; }
 ::placeholder { color: var(--soft); opacity: 1; }
 .filtering .overview { display: none; }
@@ -271,12 +310,12 @@ button { cursor: pointer; } button:hover { border-color: var(--text); }
   margin-top: 1rem; }
 dt, .sums dd { color: var(--soft); font-size: .85rem; line-height: 1.4; }
 .sums .figure { color: var(--text); font-size: 1.25rem; font-weight: 600; font-variant-numeric: tabular-nums; }
-summary { cursor: pointer; list-style: none; position: relative; } .unused-layers > summary { padding-left: 1.4rem; }
+summary { cursor: pointer; list-style: none; position: relative; } .suspects > summary { padding-left: 1.4rem; }
 summary::-webkit-details-marker { display: none; } summary h3 { display: inline-block; }
 summary::before { content: ""; position: absolute; left: .4rem; top: .7rem; border: .3rem solid transparent;
   border-left: .42rem solid var(--soft); }
 details[open] > summary::before { left: .3rem; top: .85rem; border-color: var(--soft) transparent transparent; }
-.unused-layers > summary::before { margin-top: 1.13rem; }
+.suspects > summary::before { margin-top: 1.13rem; }
 .cls, .deep, .where, .state, .legend, .none, .part { color: var(--soft); }
 .where, .state, .legend, .none, .part, .why, .deep { font-size: .87rem; }
 .legend { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; margin-bottom: .4rem; }
@@ -299,7 +338,10 @@ details[open] > summary::before { left: .3rem; top: .85rem; border-color: var(--
 .state[data-state=materialized]::before { background: linear-gradient(90deg, var(--soft) 50%, transparent 50%); }
 .heads .state, .heads .where { font-size: inherit; }
 .tag, .badge { font-size: .78rem; font-weight: 600; border-radius: 4px; padding: .08rem .4rem; white-space: nowrap; }
-.badge { background: var(--badge); } .tag { border: 1px solid; color: var(--warn); background: var(--warn-back); }
+.badge { background: var(--badge); }
+.badge.suspect { border: 1px solid; color: var(--warn); background: var(--warn-back); }
+.badge.suspect::before { content: "! "; content: "! " / ""; }
+.tag { border: 1px solid; color: var(--warn); background: var(--warn-back); }
 .tag.not::before { content: "× "; content: "× " / ""; }
 .tag.not.may::before { content: "◇ "; content: "◇ " / ""; }
 .tag.may { color: var(--may); background: none; border-style: dashed; }
@@ -347,7 +389,7 @@ _SCRIPT = """
     let hits = 0;
     for (const item of items) {
       item.shown = item.hit = filtering && words.every((word) => item.text.includes(word))
-        && (!only.checked || item.li.matches(".unused"));
+        && (!only.checked || item.li.matches(".unused, .suspect"));
       item.open = false;
       hits += item.hit;
     }

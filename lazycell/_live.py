@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from mindspore import Parameter, nn
+from mindspore import Parameter, ParameterTuple, nn
 
 from lazycell import _deferral
 from lazycell import _mindspore as internals
 from lazycell import _reading, _touching
 from lazycell._errors import UntouchedError, UntouchedWarning, warn
+from lazycell._listed import (
+    EditedParameters,
+    NoticingList,
+    Patched,
+    gone_through_with,
+    is_listed,
+    leave_out,
+    list_for_good,
+    nobody_looks,
+)
 from lazycell._registry import require_tracked
 from lazycell._touching import Observer, Structure, is_touched, own_parameters, state_of
 
@@ -27,34 +39,29 @@ a function was compiled with the touched parameters of {name} before anything ha
 gradients of nothing. Call the net, or lazycell.dry_run(net, inputs), and then the function again."""
 
 
-class Unused:
-    """Whether a live list shows all that it may come to hold, as long as nothing of it has been used.
-
-    Only under the patch: scripts that know nothing of live lists filter, add and freeze what they list first.
-    """
-
-    shown = False
-
-
-class TouchedParameters(list[Parameter], Observer):
+class TouchedParameters(NoticingList, Observer):
     """The touched parameters of a cell that require a gradient: a live list.
 
     It is empty before the first forward pass, and filled in place when parameters are touched, in the order in
     which plain ``nn.Cell.trainable_params()`` gives them. Slices and copies are ordinary lists.
 
-    Under `patch` it lists all parameters until one of them is touched. They have no storage then, and an optimizer
-    built from a part of them waits, as one built from the list itself does.
+    Under `patch` it lists all parameters until one of them is touched, and goes on to do so if somebody has looked at
+    it: what a script has filtered, copied or counted must not change. An optimizer holds the touched ones in any case.
+    Edited, it is an ordinary list from then on.
     """
 
     __module__ = "lazycell"
-    __hash__ = object.__hash__  # type: ignore[assignment]  # to be held weakly; lists aren't hashable otherwise
 
     def __init__(self, cell: nn.Cell, recurse: bool = True) -> None:
         super().__init__()
-        self._counted: list[Parameter] = []  # what is touched; the list itself may show more
+        self._begin()
         self._cell = cell
         self._recurse = recurse
         self._watch()
+
+    def _begin(self) -> None:
+        self._counted: list[Parameter] = []  # what is touched; the list itself may show more
+        self._only_counted = False
 
     def _watch(self) -> None:
         """Fill the list, and keep it filled from now on."""
@@ -84,12 +91,37 @@ class TouchedParameters(list[Parameter], Observer):
         if list(map(id, counted)) != list(map(id, self._counted)):
             self._leave_graphs()
         self._counted = counted
-        self._shows_all = Unused.shown and not any(map(is_touched, self._all))
-        self[:] = [p for p in self._all if p.requires_grad] if self._shows_all else counted
+        self._show()
+
+    def _show(self) -> None:
+        """List what is touched, and what has been listed for good; all, under the patch, before anything is touched."""
+        self._is_open = Patched.active and not any(map(is_touched, self._all))
+        if self._only_counted:
+            self.set_raw(self._counted)
+            return
+        ids = set(map(id, self._counted))
+        self.set_raw([p for p in self._all if id(p) in ids or (p.requires_grad and (self._is_open or is_listed(p)))])
 
     def counted(self) -> list[Parameter]:
         """What is touched and requires a gradient, whatever the list shows."""
         return self._counted[:]
+
+    @contextmanager
+    def without_unused(self) -> Iterator[None]:
+        """Show what is touched alone, for what is compiled inside."""
+        self._only_counted = True
+        self._show()
+        try:
+            yield
+        finally:
+            self._only_counted = False
+            self._show()
+
+    def shown(self) -> list[Parameter]:
+        """What gradients are given for: what is touched, and what has been listed for good, with zeros."""
+        if self._is_open:
+            return self.counted()
+        return self.raw()
 
     def refresh(self) -> None:
         """Make the list what it would be if it were made now."""
@@ -105,17 +137,24 @@ class TouchedParameters(list[Parameter], Observer):
             self._look()
             return
         rank = self._rank.get(id(parameter))
-        if rank is not None and parameter.requires_grad:
-            place = bisect(self._ranks, rank)
-            if not place or self._ranks[place - 1] != rank:
-                self._ranks.insert(place, rank)
-                self._counted.insert(place, parameter)
-                if self._shows_all:
-                    self._shows_all = False
-                    self[:] = self._counted
-                else:
-                    self.insert(place, parameter)
-                self._leave_graphs()
+        if rank is None:
+            return
+        # It may turn out to be frozen, and count when it isn't any more; and MindSpore raises errors of operators that
+        # failed before at any later point, this one too. Until it is taken in, the list is to be made anew.
+        flags, self._flags = self._flags, []
+        if not parameter.requires_grad:
+            return
+        self._flags = flags
+        place = bisect(self._ranks, rank)
+        if not place or self._ranks[place - 1] != rank:
+            shows_more = self._is_open or self.shows_unused()
+            self._ranks.insert(place, rank)
+            self._counted.insert(place, parameter)
+            if shows_more:
+                self._show()
+            else:
+                list.insert(self, place, parameter)
+            self._leave_graphs()
 
     def touches_forgotten(self, cell: nn.Cell) -> None:
         """Count anew; called when the touches below a cell were reset."""
@@ -129,19 +168,60 @@ class TouchedParameters(list[Parameter], Observer):
     def __len__(self) -> int:
         if self._version != Structure.version:
             self.refresh()
+        self.looked_at()
         return super().__len__()
 
     def __iter__(self) -> Iterator[Parameter]:
-        if not self.has_completed():
-            if Unused.shown:
-                self.refresh()
-                return iter([parameter for parameter in self._all if parameter.requires_grad])
+        if not self.has_completed() and not Patched.active:
             name = self._name()
             if internals.in_graph_mode():
                 raise UntouchedError(_UNTOUCHED.format(name=name))
             warn(UntouchedWarning(_UNTOUCHED.format(name=name)))
         self.refresh()
-        return iter(self[:])
+        if not Patched.active or nobody_looks():
+            return iter(self.raw())
+        self.looked_at()
+        others = gone_through_with(self, sys._getframe(1))
+        together = [other for other in others if isinstance(other, TouchedParameters)]
+        if len(together) > 1 and any(other.shows_unused() for other in together):
+            for other in together:
+                other.list_all()
+        return self._later()
+
+    def _later(self) -> Iterator[Parameter]:
+        """What is shown when the first is taken out."""
+        yield from self.raw()
+
+    def shows_unused(self) -> bool:
+        """Whether it shows more than what is touched."""
+        return len(self.raw()) > len(self._counted)
+
+    def list_all(self) -> None:
+        """Show all parameters from now on, and let all lists do so."""
+        self.refresh()
+        list_for_good([parameter for parameter in self._all if parameter.requires_grad])
+        self._fill()
+
+    def looked_at(self) -> None:
+        """Under the patch: keep showing what has been seen."""
+        if not Patched.active or nobody_looks():
+            return
+        if not self.has_completed():
+            self.list_all()
+        else:
+            seen = set(map(id, self.raw()))
+            leave_out([p for p in self._all if p.requires_grad and id(p) not in seen])
+
+    def about_to_be_edited(self) -> None:
+        """Become an ordinary list."""
+        self.refresh()
+        self.looked_at()
+        _touching.observers.discard(self)
+        self.__class__ = EditedParameters  # type: ignore[assignment]
+
+    def clone(self, prefix: str, init: Any = "same") -> ParameterTuple:
+        """Copies of what is listed, as ``ParameterTuple.clone`` makes them."""
+        return ParameterTuple(self).clone(prefix, init)
 
     def has_completed(self) -> bool:
         """Whether it is known what is used: a forward pass has completed, of the cell or of something in it.
@@ -168,10 +248,11 @@ class TouchedParameters(list[Parameter], Observer):
     def note_built_in(self) -> None:
         """Note that what is being compiled comes to hold the list as it is now."""
         self.refresh()
-        if self._shows_all:  # the graph would come to hold all
-            self._shows_all = False
-            self[:] = self._counted
-        self._built_in = self.counted()
+        if Patched.active and not self._counted:  # nobody knows yet, and a graph of nothing can't be compiled
+            touch_all(self)
+        elif self._is_open:
+            self.set_raw(self._counted)
+        self._built_in = self.raw()
         _reading.note_in_compilation(self)
 
     def graph_finished(self, forget: internals.Forget) -> None:
@@ -179,7 +260,7 @@ class TouchedParameters(list[Parameter], Observer):
         used = (is_touched(p) or not tracked for p, tracked in self._known)
         if not any(used):  # gradients of nothing leave a graph of nothing
             raise UntouchedError(_BUILT_IN.format(name=self._name()))
-        if list(map(id, self._built_in)) != list(map(id, self._counted)):
+        if list(map(id, self._built_in)) != list(map(id, self.raw())):
             raise internals.StaleGraph
         self._graphs.append(forget)
 
@@ -189,7 +270,14 @@ class TouchedParameters(list[Parameter], Observer):
             self._graphs.pop()()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return list, (self[:],)
+        return list, (self.raw(),)
+
+
+def touch_all(parameters: TouchedParameters) -> None:
+    """Count all parameters that a list may come to hold as used, where it can't be known in time which are."""
+    for parameter in parameters._all:
+        if parameter.requires_grad:
+            _touching.touch(parameter)
 
 
 def _parameters(cell: nn.Cell, recurse: bool) -> Iterator[tuple[Parameter, bool]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,12 +16,15 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from lazycell import _construction
 from lazycell import _mindspore as internals
-from lazycell import _reading
+from lazycell import _reading, _tracking
 from lazycell._aligned import Gradients, are_nonzero, participants
+from lazycell._dry_run import touch_by
 from lazycell._errors import LazyCellError, UntouchedError, UntouchedWarning, the_first, warn
 from lazycell._groups import Groups, OptimizerParameters
+from lazycell._listed import Patched
+from lazycell._live import touch_all
 from lazycell._states import States
-from lazycell._touching import is_touched, mark_optimized, touch, touch_order
+from lazycell._touching import is_touched, mark_optimized, own_children, own_parameters, subtree, touch, touch_order
 
 # Of parameters that took part together: so many get a native optimizer of their own, which costs what they cost. For
 # others all are updated, and the rest is put back; MindSpore compiles each optimizer, and never frees what it compiled.
@@ -30,7 +34,11 @@ _UNBORN = """\
 LazyOptimizer({factory}) has no {name} yet: none of its parameters has been touched, so there is no {factory}. Call \
 the net, or lazycell.dry_run(net, inputs), before."""
 
+_log = logging.getLogger("lazycell")
 _OF_GROUPS = ("param_groups", "lrs")
+_COMMON = frozenset(
+    "dynamic_lr get_lr global_step is_group is_group_lr learning_rate loss_scale need_scale".split()
+)
 
 _COUNT = """\
 LazyOptimizer({factory}) got {given} gradients for {wanted} parameters: {detail}. Give it the gradients of its own \
@@ -170,6 +178,7 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         self.__dict__["parameters"] = OptimizerParameters(self._groups, factory.__name__)
         if activity:
             participants.add(self)
+        self._stands_in = False
         self._is_ready = True
 
     def __call__(self, gradients: Any, *args: Any) -> Any:
@@ -363,9 +372,41 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         native.param_groups = [kept[index] for index in native._lazycell_positions]
         self.__dict__["lrs"] = [group["lr"] for group in kept]
 
+    def bear(self, name: str, named: Iterable[str] = ()) -> None:
+        """Have a native optimizer now, since something is asked of it, though nothing has been used yet.
+
+        Args:
+            name: What is asked.
+            named: Names of state: those parameters count as used that have some; if none has, all do.
+        """
+        if not self.parameters.counted():
+            ends = [key.replace("_", ".") for key in named]
+            for parameter in [p for p in self.parameters._all if p.requires_grad]:
+                if any(end.endswith("." + parameter.name.replace("_", ".")) for end in ends):
+                    touch(parameter)
+            if not self.parameters.counted():
+                touch_all(self.parameters)
+        self._whole(name)
+
+    def _like(self) -> nn.Cell:
+        """A native optimizer over stand-ins, with the state that belongs to no parameter; for what is asked early."""
+        if "_early" not in vars(self):
+            native, trained = self._make_early()
+            self._states.share_common(native, trained)
+            self.__dict__["_early"] = native
+        return vars(self)["_early"]
+
+    def _make_early(self) -> tuple[nn.Cell, list[Parameter]]:
+        """A native optimizer over stand-ins, one for each group; raises what MindSpore says of the arguments."""
+        groups = self._groups.groups
+        trained = [Parameter(Tensor([0.0], mindspore.float32), name=f"lazycell_like{n}") for n in range(len(groups))]
+        if not self._groups.named:
+            return self._make(trained), trained
+        return self._make([{**group.options, "params": [p]} for group, p in zip(groups, trained)]), trained
+
     def _begin_groups(self) -> None:
         """Have groups before there is a native optimizer: schedulers are built over them."""
-        like = self._make([Parameter(Tensor([0.0], mindspore.float32), name="lazycell_like")])  # for its defaults
+        like = self._like()  # for its defaults
         kept = [self._empty_group(like, index, group.options) for index, group in enumerate(self._groups.groups)]
         self.__dict__["param_groups"] = kept
         self.__dict__["lrs"] = [group["lr"] for group in kept]
@@ -392,6 +433,10 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
 
     def _build_in(self) -> bool:
         """Get ready for a graph that is being compiled; False if there is nothing to put in yet."""
+        if Patched.active:  # gradients may come of a tuple of all that was listed, which the graph holds as well
+            self.bear("construct")
+            for parameter in self.parameters.shown():
+                touch(parameter)
         try:
             self._whole("construct")
         except _Unborn as error:
@@ -414,6 +459,11 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
             self._begin_groups()
         if name in vars(self):
             return vars(self)[name]
+        if self._stands_in and not self.parameters.counted() and not name.startswith("_"):
+            if name in _COMMON and not internals.has_groups(self._factory):
+                return getattr(self._like(), name)
+            if hasattr(self._like(), name):
+                self.bear(name)
         native = self._whole(name)
         return vars(self)[name] if name in vars(self) else getattr(native, name)
 
@@ -485,6 +535,12 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         native = self._whole("get_parameters") if self.parameters.counted() else None
         return iter(()) if native is None else native.get_parameters(expand)
 
+    def update_parameters_name(self, prefix: str = "", recurse: bool = True) -> None:
+        """Rename the parameters to be updated, as MindSpore's optimizers do; later than the first step, nothing."""
+        if self._stands_in and not self._natives:
+            for parameter in self.parameters._all:
+                parameter.name = prefix + parameter.name
+
     def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Parameter]]:
         """What is saved in and loaded from checkpoints: the state, by name."""
         if self.parameters.counted():
@@ -499,6 +555,32 @@ def is_native_being_built() -> bool:
     return _native.is_being_built
 
 
+def bear_before_compilation(cell: nn.Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let optimizers inside a cell that is about to be compiled have something to update, under the patch.
+
+    A training cell calls its one net with its own arguments, as MindSpore's do: a dry run tells what that uses. Of
+    others, all parameters count.
+    """
+    unborn = [
+        (owner, child)
+        for _, owner in (cell.cells_and_names() if Patched.active else ())
+        for child in owner._cells.values()
+        if isinstance(child, LazyOptimizer) and not child.parameters.counted()
+    ]
+    if not unborn:
+        return
+    nets = [child for _, child in own_children(cell) if any(own_parameters(current) for current in subtree(child))]
+    if len(nets) == 1:
+        try:
+            touch_by(nets[0], args, kwargs)
+        except Exception as error:
+            names = type(nets[0]).__name__, type(cell).__name__
+            _log.debug("%s isn't called with the arguments of %s: %r", *names, error)
+    for _, optimizer in unborn:
+        optimizer.bear("construct")
+
+
+_tracking.compilation_listeners.append(bear_before_compilation)
 _stand_ins: dict[type, type] = {}
 
 
@@ -513,7 +595,11 @@ def stand_in(factory: type) -> type:
     if factory not in _stand_ins:
 
         def __init__(self: LazyOptimizer, *args: Any, **kwargs: Any) -> None:
-            LazyOptimizer.__init__(self, factory, *args, **kwargs)
+            LazyOptimizer.__init__(self, factory, *args, activity=False, **kwargs)
+            self.parameters.fix()
+            self._stands_in = True
+            if internals.is_librarys(factory):  # one of a user's own may not be made for a single parameter
+                self._make_early()  # refuses what MindSpore refuses
 
         names = {"__module__": factory.__module__, "__qualname__": factory.__qualname__, "__doc__": factory.__doc__}
         functools.update_wrapper(__init__, factory.__init__)

@@ -15,8 +15,9 @@ from lazycell import _mindspore as internals
 from lazycell import _touching, _tracking
 from lazycell._errors import LazyCellWarning, warn
 from lazycell._gradient import NATIVE_GRAD, NATIVE_VALUE_AND_GRAD, as_mindspore_takes_them
-from lazycell._live import TouchedParameters, Unused
-from lazycell._optimizer import is_native_being_built, stand_in
+from lazycell._listed import Patched, left_out_at, list_for_good
+from lazycell._live import TouchedParameters
+from lazycell._optimizer import LazyOptimizer, is_native_being_built, stand_in
 
 _lock = threading.RLock()
 
@@ -73,9 +74,8 @@ def patch() -> PatchHandle:
         >>> class Net(nn.Cell):
         ...     def __init__(self):
         ...         super().__init__()
-        ...         self.body, self.unused = nn.Dense(3, 2), nn.Identity()
+        ...         self.body = nn.Dense(3, 2)
         ...         self.dead = lazycell.optional(nn.Dense(3, 2))
-        ...         self.unused = lazycell.optional(self.unused)
         ...     def construct(self, x):
         ...         return self.body(x)
         >>> with lazycell.patch():
@@ -94,6 +94,28 @@ def patch() -> PatchHandle:
             _install()
         _handles.append(handle)
     return handle
+
+
+_LEFT_OUT = """\
+{name} is used for the first time, after trainable_params() had been listed without it at {where}. What was made of \
+that list, as groups of an optimizer, copies, or a loop that freezes, lacks it, and all that is used later: list \
+parameters before the first forward pass, or after one that uses all that will be trained."""
+
+
+class _LeftOut(_touching.Observer):
+    """Warns if parameters come to be used after a script has listed the others; once for each place in the script."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def parameter_touched(self, parameter: Parameter) -> None:
+        where = left_out_at(parameter)
+        if where is not None and where not in self._told:
+            self._told.add(where)
+            warn(LazyCellWarning(_LEFT_OUT.format(name=parameter.name, where=where)))
+
+
+_left_out = _LeftOut()
 
 
 def unpatch() -> None:
@@ -116,15 +138,17 @@ def is_patched() -> bool:
 def _install() -> None:
     try:
         for native in (NATIVE_GRAD, NATIVE_VALUE_AND_GRAD):
-            function = _gradient_function(native)
-            for module in internals.holders_of(native):
-                _replace(module, native.__name__, function)
+            _replace_everywhere(native, _gradient_function(native))
         _replace(nn.Cell, "__new__", staticmethod(_new(nn.Cell.__new__)))
         _replace(nn.Cell, "trainable_params", _trainable_params(nn.Cell.trainable_params))
         for base in internals.OPTIMIZERS:
             _replace(base, "__init__", _optimizer_init(base.__init__))
-        Unused.shown = True
+        _replace_everywhere(internals.LOAD, _load_param_into_net(internals.LOAD))
+        Patched.active = True
+        _touching.observers.add(_left_out)
         for cell in internals.live_cells():
+            if internals.is_optimizer_class(type(cell)) and not isinstance(cell, LazyOptimizer):
+                list_for_good(list(vars(cell).get("parameters", ())))  # it takes gradients of all of them
             if _touching.state_of(cell) is None and internals.is_layer(cell):
                 if _tracking.watch_if_possible(cell) is None:
                     _old_cells.append(weakref.ref(cell))
@@ -133,22 +157,30 @@ def _install() -> None:
         raise
 
 
+def _replace_everywhere(native: Any, function: Any) -> None:
+    for module in internals.holders_of(native):
+        _replace(module, native.__name__, function)
+
+
 def _replace(owner: Any, name: str, value: Any) -> None:
     _undo.append(internals.replace_attribute(owner, name, value))
 
 
 def _uninstall() -> None:
     """Put back what stood there, last things first; what others have replaced since is theirs."""
-    Unused.shown = False
+    Patched.active = False
+    _touching.observers.discard(_left_out)
+    was_ours = True
     while _undo:
-        if not _undo.pop()():
-            warn(LazyCellWarning("something else has replaced what lazycell.patch() had; it was left as it is."))
+        was_ours = _undo.pop()() and was_ours
     while _prepared:
         _construction.leave(_prepared.pop())
     while _old_cells:
         cell = _old_cells.pop()()
         if cell is not None and _touching.state_of(cell) is None:
             _tracking.unwatch(cell)
+    if not was_ours:  # last, since a filter may turn it into an exception
+        warn(LazyCellWarning("something else has replaced what lazycell.patch() had; it was left as it is."))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -179,6 +211,20 @@ def _trainable_params(native: Callable[..., Any]) -> Callable[..., Any]:
         return TouchedParameters(self, recurse)
 
     return trainable_params
+
+
+def _load_param_into_net(native: Callable[..., Any]) -> Callable[..., Any]:
+    """An optimizer must have state for what is loaded into it."""
+
+    @functools.wraps(native)
+    def load_param_into_net(net: Any, parameter_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_patched() and isinstance(net, nn.Cell) and isinstance(parameter_dict, dict):
+            for _, cell in net.cells_and_names():
+                if isinstance(cell, LazyOptimizer):
+                    cell.bear("state", parameter_dict)
+        return native(net, parameter_dict, *args, **kwargs)
+
+    return load_param_into_net
 
 
 def _optimizer_init(native: Callable[..., None]) -> Callable[..., None]:

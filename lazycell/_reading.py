@@ -168,17 +168,13 @@ class BuiltIn(Protocol):
         """Look at what was built; `StaleGraph` asks for another compilation, ``forget`` for one at the next call."""
 
 
-_built_in: list[BuiltIn] = []
-
-
 def note_in_compilation(thing: BuiltIn) -> None:
     """Have something told when what is being compiled is compiled, before its graph runs."""
     forward, cell = internals.forward_running()
     if forward is internals.Forward.JIT:
         internals.when_function_is_compiled(function_compiled).append(thing)
     elif cell is not None:
-        _built_in.append(thing)
-        internals.when_cell_is_compiled(cell, _cell_compiled)
+        internals.when_cell_is_compiled(cell, _cell_compiled).append(thing)
 
 
 def _cell_compiled(frame: FrameType | None) -> None:
@@ -191,9 +187,7 @@ def _cell_finished(frame: FrameType | None, forget: internals.Forget) -> None:
         cell, used = finished
         reports = state_of(cell) is None  # a tracked cell reports when its call returns
         graph_finished([cell], used, reports)
-    things = list(_built_in)
-    _built_in.clear()
-    for thing in things:
+    for thing in internals.noted_in_compilation(frame):
         thing.graph_finished(forget)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -12,8 +13,8 @@ from mindspore import nn
 
 from lazycell import _mindspore as internals
 from lazycell._html import page
-from lazycell._registry import format_bytes, require_tracked
-from lazycell._rows import LayerRow, NetReport, Reason, net_report
+from lazycell._registry import _shorten, format_bytes, require_tracked
+from lazycell._rows import LayerRow, NetReport, Reason, left_out_in_words, net_report, steps_in_words
 
 SCHEMA = "lazycell.report/1"
 _MARKS = {Reason.NEVER_CALLED: "!", Reason.CUT_OFF: "!", Reason.NOT_IN_OPTIMIZER: "!"}
@@ -62,25 +63,41 @@ def optimized_parameters() -> set[int]:
     return {id(parameter) for parameters in held if isinstance(parameters, tuple) for parameter in parameters}
 
 
-def render(nets: Sequence[NetReport], format: str) -> str:
-    """Reports in one of the formats."""
+def render(nets: Sequence[NetReport], format: str, left_out: int = 0, folder: str | None = None) -> str:
+    """Reports in one of the formats.
+
+    Args:
+        nets: What was kept of them.
+        format: As in `report`.
+        left_out: How many nets there were besides.
+        folder: Places below it are told relative to it, except in JSON; by default the current one.
+    """
     if format not in _FORMATS:
         raise ValueError(f"report() takes one of the formats {', '.join(map(repr, _FORMATS))}, but got {format!r}.")
-    return _FORMATS[format](nets)
+    if format != "json":
+        nets = [net.seen_from(folder or _current_folder()) for net in nets]
+    return _FORMATS[format](nets, left_out)
+
+
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it is gone
+        return os.sep
 
 
 # ---------------------------------------------------------------------------------------------
 # Text
 
 
-def _text(nets: Sequence[NetReport]) -> str:
-    return "\n\n".join(map(_tree, nets))
+def _text(nets: Sequence[NetReport], left_out: int) -> str:
+    return "\n\n".join([*map(_tree, nets), *([left_out_in_words(left_out)] if left_out else [])])
 
 
 def _tree(net: NetReport) -> str:
     rows = [_columns(row) for row in net.layers]
     for index, row in enumerate(net.layers):  # the topmost of what is unused stands for all below it
-        if row.reason is Reason.NEVER_CALLED and not row.detail.startswith("never"):
+        if row.reason is Reason.NEVER_CALLED and row.detail.startswith("within"):
             rows[index] = (*rows[index][:4], "")
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = []
@@ -94,7 +111,7 @@ def _columns(row: LayerRow) -> tuple[str, str, str, str, str]:
     mark = _MARKS.get(row.reason, " ") if row.reason and not row.optional else " "
     name = f"({row.key}): {row.cls_name}" if row.depth else row.cls_name
     indented = "  " * row.depth + name
-    label = indented if len(indented) <= _LABEL_WIDTH else indented[: _LABEL_WIDTH - 2] + ".."
+    label = _shorten(indented, _LABEL_WIDTH)
     size, nbytes = (f"{row.total_parameters:,}", format_bytes(row.total_nbytes)) if row.total_parameters else ("-", "-")
     where = f" ({row.where})" if row.detail and row.where else ""
     return f"{mark} {label}", row.state, size, nbytes, row.detail + where
@@ -110,10 +127,7 @@ def _summary(net: NetReport) -> list[str]:
     if sums.gradient_nbytes:
         gradients, moments = format_bytes(sums.gradient_nbytes), format_bytes(sums.moment_nbytes)
         lines.append(f"unused parameters would have taken {gradients} of gradients and {moments} of two moments")
-    if sums.num_steps:
-        lines.append(f"gradients were computed {sums.num_steps} times" if sums.num_steps > 1 else "gradients: one step")
-    else:
-        lines.append("no gradient computation was seen")
+    lines.append(steps_in_words(sums.num_steps))
     if net.times > 1:
         lines.append(f"{net.times} nets like this")
     return lines
@@ -123,11 +137,12 @@ def _summary(net: NetReport) -> list[str]:
 # JSON
 
 
-def _json(nets: Sequence[NetReport]) -> str:
+def _json(nets: Sequence[NetReport], left_out: int) -> str:
     import lazycell
 
     versions = {"lazycell": lazycell.__version__, "mindspore": mindspore.__version__}
-    return json.dumps({"schema": SCHEMA, "versions": versions, "nets": [_net(net) for net in nets]}, indent=1)
+    told = {"schema": SCHEMA, "versions": versions, "nets": [_net(net) for net in nets], "left_out": left_out}
+    return json.dumps(told, indent=1)
 
 
 def _net(net: NetReport) -> dict[str, Any]:
@@ -135,4 +150,4 @@ def _net(net: NetReport) -> dict[str, Any]:
     return {"class": net.cls_name, "times": net.times, "summary": asdict(net.summary), "layers": layers}
 
 
-_FORMATS: dict[str, Callable[[Sequence[NetReport]], str]] = {"text": _text, "json": _json, "html": page}
+_FORMATS: dict[str, Callable[[Sequence[NetReport], int], str]] = {"text": _text, "json": _json, "html": page}

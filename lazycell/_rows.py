@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from mindspore import Parameter, nn
 
 from lazycell import _deferral
-from lazycell._history import steps_of
+from lazycell._history import Steps, steps_of
 from lazycell._layers import LayerRecord, Node, records, tree
 from lazycell._registry import topmost_unused, unused_below
 from lazycell._touching import is_frozen, is_optimized, is_touched, own_parameters
+
+_CUT_OFF = "called, but cut off from the loss: no gradient arrived at it ({count})"
 
 
 class Reason(Enum):
@@ -22,6 +25,9 @@ class Reason(Enum):
     CUT_OFF = "cut_off"
     NOT_IN_OPTIMIZER = "not_in_optimizer"
     SOME_STEPS = "some_steps"
+
+
+_SAY_STEPS = (None, Reason.CUT_OFF, Reason.SOME_STEPS)  # their details do
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class LayerRow:
         order: Position in the order of first use, from 0; None for an unused layer and for the net itself.
         where: ``"file.py:12"``, the line at which it was assigned; None if that wasn't seen, and for the net itself.
         reason: Why its parameters have no gradient, or not always; None if nothing is known against it.
-        detail: The same as a sentence; empty if there is no reason.
+        detail: The same as a sentence, or what was seen where that is no reason yet; empty if there is nothing to say.
     """
 
     name: str
@@ -73,7 +79,7 @@ class Summary:
         nbytes, allocated_nbytes, deferred_nbytes: Bytes of all parameters, of those with storage, and of those without.
         gradient_nbytes: Bytes that gradients of the untouched trainable parameters would have taken.
         moment_nbytes: Bytes that two moments of each of these, as Adam's, would have taken.
-        num_steps: The gradient computations that were seen; 0 if none was.
+        num_steps: The most gradient computations that asked for one and the same parameter; 0 if none was seen.
     """
 
     num_layers: int
@@ -108,8 +114,28 @@ class NetReport:
 
     @property
     def has_unused(self) -> bool:
-        """Whether something was never called that its author should remove or declare optional."""
-        return any(row.reason is Reason.NEVER_CALLED and not row.optional for row in self.layers)
+        """Whether something was never called that its author should remove or declare optional.
+
+        Of a net that was never run itself, nobody knows.
+        """
+        blamed = (row for row in self.layers if row.reason is Reason.NEVER_CALLED and not row.optional)
+        return self.layers[0].used and any(blamed)
+
+    @property
+    def kind(self) -> NetReport:
+        """What it has in common with the reports of nets that only went through more or fewer steps."""
+        layers = (replace(row, detail="") if row.reason in _SAY_STEPS else row for row in self.layers)
+        return NetReport(self.cls_name, tuple(layers), replace(self.summary, num_steps=0))
+
+    def seen_from(self, folder: str) -> NetReport:
+        """The same, with the places that are below a folder relative to it.
+
+        Args:
+            folder: Its absolute path.
+        """
+        prefix = os.path.join(folder, "")
+        places = (row.where and row.where.removeprefix(prefix) for row in self.layers)
+        return replace(self, layers=tuple(replace(row, where=place) for row, place in zip(self.layers, places)))
 
 
 def net_report(cell: nn.Cell, optimized: set[int] | None = None) -> NetReport:
@@ -132,7 +158,7 @@ class _Net:
         self._nodes = nodes
         self._parameters = [parameter for node in nodes for parameter in node.parameters]
         self._steps = {id(parameter): steps_of(parameter) for parameter in self._parameters}
-        self._num_steps = max((steps.latest for steps in self._steps.values()), default=0)
+        self._num_steps = max((steps.asked for steps in self._steps.values()), default=0)
         updated = {id(parameter) for parameter in self._parameters if is_optimized(parameter)}
         self._optimized = updated | (optimized & set(self._steps))
         self._blamed = set(map(id, unused_below(topmost_unused(nodes[0]))))
@@ -170,30 +196,39 @@ class _Net:
     def _reason(self, node: Node) -> tuple[Reason | None, str]:
         """Why a layer's own parameters have no gradient, or not always."""
         if node.order is None:
-            above = node.parents[0].name if node.parents and node.parents[0].order is None else ""
-            why = f"within {above}, which was never called" if above else "never called"
-            return Reason.NEVER_CALLED, why + ("" if id(node) in self._blamed else "; it may be")
+            return Reason.NEVER_CALLED, self._why_unused(node)
         own = own_parameters(node.cell)
-        trainable = [p for p in own if p.requires_grad]
-        if own and not trainable:
-            by_freeze = ", as lazycell.freeze() made it" if is_frozen(own[0]) else ""
+        if own and not any(p.requires_grad for p in own):
+            by_freeze = ", as lazycell.freeze() made it" if any(map(is_frozen, own)) else ""
             return Reason.FROZEN, "requires no gradient" + by_freeze
-        used = [p for p in trainable if is_touched(p)]
-        return self._reason_of_used(used) if used else (None, "")
+        touched = [p for p in own if is_touched(p)]
+        return self._reason_of_used(touched) if any(p.requires_grad for p in touched) else (None, "")
 
-    def _reason_of_used(self, used: list[Parameter]) -> tuple[Reason | None, str]:
-        steps = [self._steps.get(id(p)) or steps_of(p) for p in used]
-        asked = [step for step in steps if step.latest]
-        if asked and not any(step.reached for step in asked):
-            return Reason.CUT_OFF, "called, but cut off from the loss: no gradient arrived at it"
-        if self._optimized and not any(id(p) in self._optimized for p in used):
-            return Reason.NOT_IN_OPTIMIZER, "not in the optimizer"
+    def _why_unused(self, node: Node) -> str:
+        root = self._nodes[0]
+        if node is root:
+            return "built, but never run"
+        if root.order is None:
+            return "within the net, which was never run"
+        if node.parents and node.parents[0].order is None:
+            return f"within {node.parents[0].name}, which was never called"
+        if node.optional:
+            return "never called, and declared optional"
+        return "never called" if id(node) in self._blamed else "never called; it is MindSpore's own"
+
+    def _reason_of_used(self, touched: list[Parameter]) -> tuple[Reason | None, str]:
+        """What is known of a layer that was used and isn't frozen."""
+        steps = [self._steps.get(id(p)) or steps_of(p) for p in touched]  # those frozen now have had theirs, too
+        asked = [step for step in steps if step.asked]
+        watched = not any(step.unwatched for step in asked)
         reached = max((step.reached for step in asked), default=0)
-        if asked and reached < self._num_steps:
-            first, last = min(step.first for step in asked if step.first), max(step.last for step in asked)
-            when = f"first in step {first}, last in step {last}" if last > first else f"step {first}"
-            return Reason.SOME_STEPS, f"reached in {reached} of {self._num_steps} steps: {when}"
-        return None, ""
+        if asked and watched and not reached:
+            return Reason.CUT_OFF, _CUT_OFF.format(count=_counted(max(step.asked for step in asked)))
+        if self._optimized and not any(id(p) in self._optimized for p in touched if p.requires_grad):
+            return Reason.NOT_IN_OPTIMIZER, "not in the optimizer"
+        if watched:
+            return _some_steps(asked)
+        return None, "" if reached else _hardly_watched(max(asked, key=lambda step: step.asked))
 
     def summary(self) -> Summary:
         layers = self._nodes[1:]
@@ -215,3 +250,38 @@ class _Net:
             moment_nbytes=2 * unused,
             num_steps=self._num_steps,
         )
+
+
+def _counted(number: int) -> str:
+    return "1 computation" if number == 1 else f"{number} computations"
+
+
+def _some_steps(asked: list[Steps]) -> tuple[Reason | None, str]:
+    """In which steps a layer was reached, if not in all that asked for one of its parameters."""
+    most = max(asked, key=lambda step: (step.reached, -step.asked), default=Steps())
+    if most.reached == most.asked:
+        return None, ""
+    when = f"first in step {most.first}, last in step {most.last}" if most.last > most.first else f"step {most.first}"
+    return Reason.SOME_STEPS, f"reached in {most.reached} of {most.asked} steps: {when}"
+
+
+def _hardly_watched(steps: Steps) -> str:
+    """What is said if nothing was seen to arrive, but not all was looked at."""
+    looked_at = steps.asked - steps.unwatched
+    if not looked_at:
+        return ""
+    were = "was" if looked_at == 1 else "were"
+    return f"no gradient arrived at it in the {looked_at} of {_counted(steps.asked)} that {were} looked at"
+
+
+def steps_in_words(num_steps: int) -> str:
+    """What `Summary.num_steps` says."""
+    if not num_steps:
+        return "no gradient computation was seen"
+    return f"at most {num_steps:,} gradient computation{'s' * (num_steps > 1)} asked for a layer"
+
+
+def left_out_in_words(left_out: int) -> str:
+    """That there were more nets than are reported on."""
+    more = "1 more net of another kind is" if left_out == 1 else f"{left_out:,} more nets of other kinds are"
+    return f"{more} left out"

@@ -93,6 +93,14 @@ class States:
             if table[id(state)] is not state and internals.can_be_deferred(state):
                 _deferral.drop(state, self._file)  # MindSpore never lets go of the clones that optimizers make
 
+    def share_common(self, native: nn.Cell, trained: list[Parameter]) -> None:
+        """Take in the state of a native optimizer over stand-ins that belongs to no parameter: rates, counters."""
+        used, owners = set(self._used), set(self._owners)
+        self.share(native, trained, list(range(len(trained))), ())
+        for name in set(self._owners) - owners:
+            del self.store[name], self._owners[name]
+        self._used = used  # the first real one takes it over, as if it had been loaded
+
     def _chosen(self, name: str, fresh: Parameter, owner: Parameter | None) -> Parameter:
         """The state of a name, unless it is that of a parameter that another has taken the place of."""
         before = self._owners.get(name)

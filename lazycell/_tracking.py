@@ -58,6 +58,10 @@ class Children(OrderedDict[str, Any]):
         Structure.version += 1
 
 
+# Called with a cell that is about to be compiled, and its arguments.
+compilation_listeners: list[Callable[[nn.Cell, tuple[Any, ...], dict[str, Any]], None]] = []
+
+
 # ---------------------------------------------------------------------------------------------
 # Watching cells
 
@@ -220,9 +224,12 @@ def _run(cell: nn.Cell, method: Callable[..., Any], args: tuple[Any, ...], kwarg
     """Run a watched cell: note its use, let the real class do the work, and see whether it completes."""
     called = sys._getframe().f_back  # the watched method
     outermost = _is_outermost(called.f_back if called is not None else None)
+    compiles = internals.compiles(method)
+    for listener in compilation_listeners if outermost and compiles else ():
+        listener(cell, args, kwargs)
     entered = False
     try:
-        entered = _enter(cell, outermost, internals.compiles(method))
+        entered = _enter(cell, outermost, compiles)
         result = method(cell, *args, **kwargs)
     except BaseException:
         if entered and outermost:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +64,33 @@ def broken():
 
 def none():
     return None
+
+
+async def later():
+    return Net()
+
+
+def exits():
+    raise SystemExit(0)
+
+
+def with_arguments():
+    import argparse
+    import sys
+    assert sys.argv == ["nets"]
+    argparse.ArgumentParser().parse_args()
+    return Net()
+
+
+class Shaped(nn.Cell):
+    def construct(self, x):
+        return ops.matmul(x, x)
+
+
+class Wordy(Net):
+    def construct(self, x):
+        print("wordy", flush=True)
+        return super().construct(x)
 """
 
 
@@ -69,10 +100,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "nets.py").write_text(NETS)
     (tmp_path / "faulty.py").write_text("import nonexistent_module")
     (tmp_path / "wrong.py").write_text("1 / 0")
+    (tmp_path / "exits.py").write_text("raise SystemExit('first\\nsecond')")
+    (tmp_path / "lengthy.py").write_text("raise ValueError('first\\nsecond')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
-    for name in ("nets", "faulty", "wrong"):
+    for name in ("nets", "faulty", "wrong", "exits", "lengthy"):
         sys.modules.pop(name, None)
     assert not lazycell.is_patched()
 
@@ -106,15 +139,15 @@ def test_inputs_and_factories(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1 of 1 layers used" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("suffix", ["txt", "json", "html"])
+@pytest.mark.parametrize("suffix", ["txt", "json", "html", "JSON"])
 def test_to_a_file(suffix: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the format of its name; nothing is printed then."""
     assert _cli.main(["report", "nets:Net", "--input", "3,4", "--report", f"out.{suffix}"]) == 0
     told = (folder / f"out.{suffix}").read_text(encoding="utf-8")
     assert capsys.readouterr().out == ""
-    if suffix == "json":
+    if suffix.lower() == "json":
         assert json.loads(told)["nets"][0]["summary"]["num_layers"] == 3
-    assert {"txt": "layers used", "json": '"schema"', "html": "<!DOCTYPE html>"}[suffix] in told
+    assert {"txt": "layers used", "json": '"schema"', "html": "<!DOCTYPE html>"}[suffix.lower()] in told
 
 
 MISTAKES = {
@@ -124,8 +157,12 @@ MISTAKES = {
     "no factory": (["nets:Missing"], "'nets' has no 'Missing'; it has Net, Needs, Embedding, Group"),
     "no colon": (["nets.Net"], "expected PACKAGE.MODULE:FACTORY, as models.resnet:resnet18, but got 'nets.Net'"),
     "arguments": (["nets:Needs"], "nets:Needs needs arguments (width, depth)"),
-    "no net": (["nets:none"], "nets:none gives a NoneType, not a mindspore.nn.Cell"),
-    "nothing to call": (["nets:number"], "nets:number is a int, which can't be called for a net"),
+    "no net": (["nets:none"], "nets:none gives an object of type NoneType, not a mindspore.nn.Cell"),
+    "an asynchronous factory": (["nets:later"], "nets:later gives an object of type coroutine, not a"),
+    "nothing to call": (["nets:number"], "nets:number is of type int, which can't be called for a net"),
+    "a module that exits": (["exits:Net"], "importing 'exits' failed: SystemExit: first"),
+    "a module that fails at length": (["lengthy:Net"], "importing 'lengthy' failed: ValueError: first"),
+    "a factory that exits": (["nets:exits"], "nets:exits() failed: SystemExit: 0"),
     "a factory that fails": (["nets:broken"], "nets:broken() failed: ValueError: no weights"),
     "a size": (["nets:Net", "--input", "3,four"], "but got '3,four': sizes are whole numbers"),
     "a negative size": (["nets:Net", "--input", "3,-4"], "but got '3,-4': sizes are whole numbers"),
@@ -150,15 +187,57 @@ def test_mistakes(mistake: str, mode: str, capsys: pytest.CaptureFixture[str]) -
     assert text in captured.err and captured.err.count("\n") == 1 and captured.out == ""
 
 
-def test_debug_shows_where_an_error_comes_from() -> None:
-    """The refusal comes out, with its cause."""
-    with pytest.raises(_cli.Refusal) as raised:
-        _cli.main(["report", "nets:broken", "--debug"])
-    assert isinstance(raised.value.__cause__, ValueError)
+def test_debug_shows_where_an_error_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
+    """The traceback of what has caused it, and the line and the exit code as without."""
+    assert _cli.main(["report", "nets:broken", "--debug"]) == 2
+    told = capsys.readouterr().err
+    assert 'raise ValueError("no weights\\nat all")' in told
+    assert told.splitlines()[-1] == "python -m lazycell: error: nets:broken() failed: ValueError: no weights"
+
+
+def test_arguments_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module or a factory that reads them doesn't find ours."""
+    given = ["lazycell", "report", "whatever"]
+    monkeypatch.setattr(sys, "argv", given)
+    assert _cli.main(["report", "nets:with_arguments", "--input", "3,4"]) == 0
+    assert sys.argv is given
+
+
+def test_an_asynchronous_factory() -> None:
+    """What it gives is refused, without a warning that nobody has awaited it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert _cli.main(["report", "nets:later"]) == 2
+        gc.collect()
+    assert caught == []
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_compilation_that_fails(debug: bool, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """MindSpore's log of it, and the folder that it makes, are there only if asked for."""
+    before = set(folder.iterdir())
+    options = ["report", "nets:Shaped", "--input", "3,4", "--mode", "graph", *(["--debug"] if debug else [])]
+    assert _cli.main(options) == 2
+    told = capfd.readouterr().err
+    assert (told.count("\n") == 1) != debug and "failed: " in told
+    made = {path.name for path in set(folder.iterdir()) - before} - {"__pycache__"}
+    assert Path.cwd() == folder and (debug or not made)
+
+
+@pytest.mark.parametrize("command, code", [
+    ("report nets:Net --input 3,4 --fail-on-unused", 3), ("report nets:Net --input 3,4", 0), ("demo", 0),
+])  # fmt: skip
+def test_a_reader_that_has_seen_enough(command: str, code: int, folder: Path) -> None:
+    """It changes no exit code, and nothing is said of it."""
+    package = str(Path(lazycell.__file__).parents[1])
+    full = ["bash", "-c", f"set -o pipefail; {sys.executable} -m lazycell {command} | true"]
+    env = {**os.environ, "PYTHONPATH": package, "GLOG_v": "4"}
+    done = subprocess.run(full, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (code, "")
 
 
 def test_a_file_that_can_no_longer_be_written(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The report isn't lost: it is printed."""
 
@@ -168,4 +247,4 @@ def test_a_file_that_can_no_longer_be_written(
     monkeypatch.setattr(Path, "write_text", write_text)
     assert _cli.main(["report", "nets:Net", "--input", "3,4", "--report", "out.txt"]) == 0
     told = capsys.readouterr().out
-    assert "can't write 'out.txt': No space left." in told and unused(told) == ["dead", "aux"]
+    assert f"can't write {str(folder / 'out.txt')!r}: No space left." in told and unused(told) == ["dead", "aux"]

@@ -472,3 +472,18 @@ print((psutil.Process().memory_info().rss - before) / 2**20)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-1]) < 100
+
+
+def test_after_set_grad() -> None:
+    """A gradient that comes later runs the net itself, and a dry run that fails leaves MindSpore as it was."""
+    net = lazycell.track(nn.SequentialCell(nn.Dense(3, 3), nn.LayerNorm((3,)), nn.Dense(3, 1)))
+    net.set_grad()
+    with pytest.raises(ValueError):
+        lazycell.dry_run(net, lazycell.spec(2, 5))
+    x = ones(2, 3)
+    lazycell.dry_run(net, x)
+    assert net.requires_grad
+    weights = ms.ParameterTuple(net.get_parameters())
+    gradients = ms.ops.GradOperation(get_by_list=True)(net, weights)(x)
+    plain = ms.grad(lambda x: net(x), None, weights)(x)
+    assert [bits(g) for g in gradients] == [bits(g) for g in plain] and gradients[-1].asnumpy().any()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mindspore as ms
@@ -10,11 +11,14 @@ import numpy as np
 import pytest
 from helpers import ones
 from hypothesis import given
+from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn, ops
 from strategies import Block, build, inputs, plans
 
 import lazycell
+from lazycell import _gradient, _history
 from lazycell._rows import LayerRow, Reason, net_report
+from lazycell._run import Nets
 
 MODES = {"PyNative": ms.PYNATIVE_MODE, "Graph": ms.GRAPH_MODE}
 pytestmark = pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
@@ -86,7 +90,9 @@ class TestReasons:
         found = rows(net)
         assert found["branch"].detail == "reached in 2 of 5 steps: first in step 2, last in step 4"
         assert found["stem"].detail == "requires no gradient, as lazycell.freeze() made it"
+        assert found["cut"].detail == "called, but cut off from the loss: no gradient arrived at it (5 computations)"
         assert found["spare"].optional and not found["dead"].optional
+        assert found["spare"].detail == "never called, and declared optional"
 
     def test_frozen_by_its_author(self) -> None:
         """It doesn't claim that lazycell froze it."""
@@ -95,6 +101,13 @@ class TestReasons:
             parameter.requires_grad = False
         net(ones(1, 4), False)
         assert rows(net)["stem"].detail == "requires no gradient"
+
+    def test_frozen_by_lazycell(self) -> None:
+        """It says so also of a layer whose first parameters never required a gradient."""
+        net = lazycell.track(nn.SequentialCell(nn.BatchNorm1d(4)))
+        lazycell.freeze(net[0])
+        net(ones(2, 4))
+        assert rows(net)["0"].detail == "requires no gradient, as lazycell.freeze() made it"
 
     def test_without_gradients(self) -> None:
         """After a forward pass alone, nothing is said of gradients."""
@@ -110,8 +123,8 @@ class TestReasons:
         assert set(reasons(net).values()) == {"never_called"} and net_report(net).summary.num_steps == 0
 
     def test_under_the_patch(self) -> None:
-        """They are lazycell's there."""
-        with lazycell.patch():
+        """They are lazycell's there, and looked at if somebody wants to know, as ``run`` does."""
+        with lazycell.patch(), Nets().watched():
             net = Net()
             optimizer = nn.Momentum(net.trainable_params(), 0.1, 0.9)
             grad_fn = ms.value_and_grad(lambda x: net(x, True).sum(), None, optimizer.parameters)
@@ -119,12 +132,14 @@ class TestReasons:
                 optimizer(grad_fn(ones(1, 4))[1])
         assert reasons(net)["cut"] == "cut_off" and net_report(net).summary.num_steps == 3
 
-    def test_the_first_step_is_always_seen(self) -> None:
+    def test_the_first_step_is_always_seen(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Without an optimizer that wants to know, later ones aren't, and nothing is claimed of them."""
+        monkeypatch.setattr(_gradient, "participants", ())  # optimizers of other tests may still be alive
         net = Net()
         train(net, net.trainable_params(), [True, False, False])
-        assert net_report(net).summary.num_steps == 1
-        assert reasons(net)["cut"] == "cut_off" and "branch" not in reasons(net)
+        assert net_report(net).summary.num_steps == 3
+        assert not {"cut", "branch"} & set(reasons(net)) and rows(net)["branch"].detail == ""
+        assert rows(net)["cut"].detail == "no gradient arrived at it in the 1 of 3 computations that was looked at"
 
     def test_a_native_optimizer(self) -> None:
         """What it updates is known while it is alive."""
@@ -172,6 +187,97 @@ class TestReasons:
         assert net_report(net).summary.num_steps == 1 and "branch" not in reasons(net)
 
 
+class TestSteps:
+    """They are counted per parameter, among the computations that asked for its gradient."""
+
+    @pytest.fixture(autouse=True)
+    def watched(self) -> Iterator[None]:
+        """Every computation is looked at."""
+        with Nets().watched():
+            yield
+
+    def test_two_players(self) -> None:
+        """A critic that is trained five times as often as the generator: nothing is wrong with either."""
+
+        class Game(lazycell.LazyCell):
+            def __init__(self) -> None:
+                super().__init__()
+                self.generator, self.critic = nn.Dense(4, 4), nn.Dense(4, 1)
+
+            def construct(self, x: Tensor) -> Tensor:
+                return self.critic(self.generator(x)).sum()
+
+        game = Game()
+        critic = lazycell.value_and_grad(game, None, lazycell.trainable_params(game.critic))
+        generator = lazycell.value_and_grad(game, None, lazycell.trainable_params(game.generator))
+        for _ in range(6):
+            for _ in range(5):
+                critic(ones(1, 4))
+            generator(ones(1, 4))
+        assert reasons(game) == {} and net_report(game).summary.num_steps == 30
+
+    def test_stages(self) -> None:
+        """Layers that are trained one after the other."""
+        net = Net()
+        for layer in (net.head, net.stem):
+            train(net, lazycell.trainable_params(layer), [True, True, False])
+        assert not {"head", "stem"} & set(reasons(net))
+
+    @pytest.mark.parametrize("flags", [[False, False, True, False, True], [False, False, True], [True, False]])
+    def test_what_joins_later(self, flags: list[bool]) -> None:
+        """A branch that is first taken in a later step missed those before; which is also what an eager list says."""
+        net = Net()
+        train(net, net.trainable_params(), flags)
+        taken = [number for number, flag in enumerate(flags, 1) if flag]
+        when = f"first in step {taken[0]}, last in step {taken[-1]}" if len(taken) > 1 else f"step {taken[0]}"
+        assert rows(net)["branch"].detail == f"reached in {len(taken)} of {len(flags)} steps: {when}"
+
+    def test_what_is_unfrozen_later(self) -> None:
+        """While it was frozen, nobody asked for its gradient."""
+        net = Net()
+        grad_fn = lazycell.value_and_grad(lambda x: net(x, False).sum(), None, net.trainable_params())
+        lazycell.freeze(net.stem)
+        grad_fn(ones(1, 4)), grad_fn(ones(1, 4))
+        assert reasons(net)["stem"] == "frozen"
+        lazycell.unfreeze(net.stem)
+        grad_fn(ones(1, 4))
+        assert "stem" not in reasons(net) and net_report(net).summary.num_steps == 3
+
+    def test_partly_frozen(self) -> None:
+        """What a parameter that is frozen now has had counts for its layer."""
+        net = Net()
+        grad_fn = lazycell.value_and_grad(lambda x: net(x, False).sum(), None, [net.stem.weight])
+        grad_fn(ones(1, 4))
+        net.stem.weight.requires_grad = False
+
+        def without(x: Tensor) -> Tensor:
+            return ops.stop_gradient(net.stem(x)).sum() + net.head(x).sum()
+
+        lazycell.value_and_grad(without, None, [net.stem.bias, net.head.weight])(ones(1, 4))
+        assert "stem" not in reasons(net)
+
+    @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3), st.booleans()), max_size=20))
+    def test_counts(self, computations: list[tuple[int, int, bool]]) -> None:
+        """Whatever two functions ask for in turns, watched or not, each parameter knows its own computations."""
+        parameters = [Parameter(Tensor(np.ones(1, np.float32)), name=str(number)) for number in range(2)]
+        functions = _history.History(), _history.History()
+        seen: dict[int, list[bool | None]] = {0: [], 1: []}
+        for which, asked, is_watched in computations:
+            chosen = [number for number in (0, 1) if asked >> number & 1]
+            active = tuple((number + len(seen[number])) % 2 == 0 for number in chosen)
+            functions[which].note(tuple(parameters[number] for number in chosen), active if is_watched else None)
+            for number, reached in zip(chosen, active):
+                seen[number].append(reached if is_watched else None)
+        for number, parameter in enumerate(parameters):
+            reached = [step for step, is_reached in enumerate(seen[number], 1) if is_reached]
+            first, last = (reached[0], reached[-1]) if reached else (0, 0)
+            steps = _history.steps_of(parameter)
+            assert (steps.asked, steps.unwatched, steps.reached) == (
+                len(seen[number]), seen[number].count(None), len(reached)
+            )  # fmt: skip
+            assert (steps.first, steps.last) == (first, last)
+
+
 class TestNobodysFault:
     """What MindSpore keeps unused inside its own cells is no reason to fail."""
 
@@ -199,11 +305,18 @@ class TestNobodysFault:
         net = Outer()
         net(ones(1, 2))
         assert rows(net)["inner.left"].optional and not net_report(net).has_unused
+        assert rows(net)["inner.left"].detail == "never called; it is MindSpore's own"
 
     def test_a_net_that_nobody_calls(self) -> None:
-        """That is its author's matter."""
-        assert net_report(Net()).has_unused
-        assert rows(Net())["dead.0"].detail == "within dead, which was never called"
+        """Nobody knows what of it would be used."""
+        net = Net()
+        assert not net_report(net).has_unused
+        assert rows(net)[""].detail == "built, but never run"
+        assert {rows(net)[name].detail for name in ("stem", "dead", "dead.0")} == {
+            "within the net, which was never run"
+        }
+        net(ones(1, 4), True)
+        assert net_report(net).has_unused and rows(net)["dead.0"].detail == "within dead, which was never called"
 
 
 @given(plans())
@@ -240,8 +353,6 @@ def test_a_deep_net() -> None:
 
 def test_costs_nothing_per_step_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps in which the same parameters take part are only counted; nothing is written at the parameters."""
-    from lazycell import _history
-
     net = Net()
     optimizer = lazycell.LazyOptimizer(nn.Momentum, net, 0.1, 0.9)
     settled: list[Callable[..., None]] = []
@@ -264,6 +375,31 @@ def test_parameters_are_not_kept_alive() -> None:
     del net, optimizer
     gc.collect()
     assert known() is None
+
+
+def test_kinds() -> None:
+    """Nets that differ in the numbers of their steps only are of one kind; in what is unused, of two."""
+    reports = []
+    for flags in ([True], [False, True], [False, False, True], [False]):
+        net = Net()
+        optimizer = lazycell.LazyOptimizer(nn.Momentum, net, 0.1, 0.9)
+        train(net, optimizer.parameters, flags)
+        reports.append(net_report(net))
+    assert len(set(reports)) == 4
+    first, *others, last = [report.kind for report in reports]
+    assert others[0] == others[1] and len({first, last, *others}) == 3
+
+
+def test_places_are_relative() -> None:
+    """To a folder that they are in."""
+    net = Net()
+    net(ones(1, 4), True)
+    report = net_report(net)
+    full = [row.where for row in report.layers]
+    assert [row.where for row in report.seen_from(os.path.join(os.sep, "elsewhere")).layers] == full
+    here = os.path.dirname(os.path.abspath(__file__))
+    assert [row.where for row in report.seen_from(here).layers if row.where][0].startswith("test_rows.py:")
+    assert [row.where for row in report.seen_from(here[:-1]).layers] == full
 
 
 def test_a_bare_parameter() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ print(json.dumps({
     "spec": spec and spec.name, "main": main.Own is Own, "pickle": pickle.loads(pickle.dumps(Own)) is Own,
     "folder": os.getcwd(), "loader": __loader__.get_filename(__name__ if spec is None else spec.name),
     "globals": sorted(name for name in globals()), "standard input": sys.stdin.read(), "future": "%s" % (1,),
+    "builtins": type(__builtins__).__name__,
     "annotations": repr(int if False else (lambda: 0).__code__.co_flags & 0x1000000),
 }))
 """
@@ -78,6 +80,7 @@ def main():
 if __name__ == "__main__":
     main()
 '''
+NO_NET = "lazycell: no net was run under lazycell.patch().\n"
 EIGHT = [f"{layer}.{part}" for layer in ("conv1_mutated", "conv2_mutated", "conv4_mutated", "tail_fc")
          for part in ("weight", "bias")]  # fmt: skip
 
@@ -97,7 +100,8 @@ def run(*arguments: str, folder: Path, **options: Any) -> subprocess.CompletedPr
 
 @pytest.mark.parametrize(
     "how",
-    ["script.py", "folder/script.py", "-m package.module", "-m package", "-m script", "folder", "zip"],
+    ["script.py", "folder/script.py", "./folder/../script.py", "-- script.py", "-m package.module", "-mpackage.module",
+     "-m package", "-m script", "folder", "folder/../folder/", "zip"],
 )
 def test_a_program_sees_what_it_sees_without(how: str, tmp_path: Path) -> None:
     """Arguments, names, paths, folder, standard input; options after the program's name are its own."""
@@ -108,12 +112,12 @@ def test_a_program_sees_what_it_sees_without(how: str, tmp_path: Path) -> None:
         (tmp_path / name).write_text(FACTS)
     with zipfile.ZipFile(tmp_path / "zip", "w") as archive:
         archive.writestr("__main__.py", FACTS)
-    arguments = ["one", "--report", "x.html", "--fail-on-unused", "--", "-m", "two words"]
-    expected = python(*how.split(), *arguments, folder=tmp_path, input="typed")
-    done = run(*how.split(), *arguments, folder=tmp_path, input="typed")
-    assert expected.returncode == done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == json.loads(expected.stdout)
-    assert done.stderr == "lazycell: no net was run.\n"
+    for arguments in (["one", "--report", "x.html", "--fail-on-unused", "--", "-m", "two words"], ["--", "-h"]):
+        expected = python(*how.split(), *arguments, folder=tmp_path, input="typed")
+        done = run(*how.split(), *arguments, folder=tmp_path, input="typed")
+        assert expected.returncode == done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) == json.loads(expected.stdout)
+        assert done.stderr == NO_NET
 
 
 ENDS = {
@@ -129,8 +133,31 @@ ENDS = {
     "with threads left": "import threading, time\n"
                          "threading.Thread(target=lambda: (time.sleep(0.5), print('done', flush=True))).start()",
     "with a hook": "import sys\nsys.excepthook = lambda *a: print('hooked', a[0].__name__)\n1 / 0",
+    "with a hook that shows the traceback": "import sys, traceback\n"
+                                            "def hook(kind, error, trace):\n"
+                                            "    print(traceback.format_tb(trace), sys.last_traceback is trace)\n"
+                                            "    print(traceback.format_tb(error.__traceback__))\n"
+                                            "sys.excepthook = hook\n"
+                                            "def deep():\n    return 1 / 0\n\ndeep()",
+    "interrupted, with a hook": "import sys\nsys.excepthook = lambda *a: print('hooked', a[0].__name__, flush=True)\n"
+                                "raise KeyboardInterrupt",
     "with a function to call at exit": "import atexit; atexit.register(print, 'last')",
-}  # fmt: skip
+    "with a pool of threads left": "from concurrent.futures import ThreadPoolExecutor\n"
+                                   "pool = ThreadPoolExecutor(2)\npool.submit(print, 'worked')",
+    "by a pipe that breaks": "raise BrokenPipeError(32, 'Broken pipe')",
+    "with standard error closed": "import sys; sys.stderr.close()",
+    "without standard error": "import sys; sys.stderr = None",
+    "with standard error replaced": "import io, sys; sys.stderr = io.StringIO()",
+    "with standard error gone": "import os; os.close(2)",
+    "with standard error full": "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 2)",
+    "in another folder": "import os, tempfile; os.chdir(tempfile.mkdtemp())",
+    "in a folder that is gone": "import os, tempfile; f = tempfile.mkdtemp(); os.chdir(f); os.rmdir(f)",
+    "in two processes": "import os, sys\nif os.fork():\n    os.wait(); print('parent')\nelse:\n    print('child')\n"
+                        "    sys.stdout.flush(); sys.exit(0)",
+}
+PACKAGES = {"needs/__init__.py": "import not_installed", "needs/inner.py": "", "breaks/__init__.py": "1 / 0",
+            "breaks/inner.py": "", "says/__init__.py": "import sys; print(sys.argv)",
+            "says/inner.py": "print(__name__)", "syntax/__init__.py": "", "syntax/inner.py": "def (:"}  # fmt: skip
 
 
 @pytest.mark.parametrize("how", ENDS)
@@ -140,7 +167,28 @@ def test_a_program_ends_as_it_does_without(how: str, tmp_path: Path) -> None:
     expected = python("script.py", folder=tmp_path)
     done = run("script.py", folder=tmp_path)
     assert (done.returncode, done.stdout) == (expected.returncode, expected.stdout)
-    assert done.stderr.replace("lazycell: no net was run.\n", "") == expected.stderr
+    assert done.stderr.replace(NO_NET, "") == expected.stderr
+
+
+@pytest.mark.parametrize("name", ["needs", "breaks", "says", "syntax"])
+def test_a_package_around_a_module(name: str, tmp_path: Path) -> None:
+    """What it does when it is imported, and how it fails, is what Python shows; but for Python's own frames."""
+    for file, text in PACKAGES.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(text)
+    expected, done = (command("-m", f"{name}.inner", "one", folder=tmp_path) for command in (python, run))
+    assert (done.returncode, done.stdout) == (expected.returncode, expected.stdout)
+    own = re.compile(r'  File "<frozen runpy>".*\n|  File ".*/runpy.py".*\n    .*\n')
+    assert done.stderr.replace(NO_NET, "") == own.sub("", expected.stderr)
+
+
+def test_nets_that_run_late(tmp_path: Path) -> None:
+    """Nets that run in threads which are left, or in functions that are called at exit, are reported on."""
+    (tmp_path / "late.py").write_text(LATE)
+    done = run("--report", "out.json", "--fail-on-unused", "late.py", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (3, "thread\nexit\n"), done.stderr
+    nets = json.loads((tmp_path / "out.json").read_text())["nets"]
+    assert [(net["class"], net["summary"]["unused_layers"]) for net in nets] == [("Dense", 0), ("Two", 1)]
 
 
 class TestTheFirstReport:
@@ -177,6 +225,27 @@ class TestTheFirstReport:
         """So MindSpore does it."""
         assert len(python("train.py", folder=folder).stdout.split()) == 10
 
+
+LATE = """
+import atexit
+from concurrent.futures import ThreadPoolExecutor
+from mindspore import nn, ops
+
+class Two(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.used, self.left = nn.Dense(2, 2), nn.Dense(2, 2)
+    def construct(self, x):
+        return self.used(x)
+
+def use(net, text):
+    net(ops.ones((1, 2)))
+    print(text, flush=True)
+
+pool, nets = ThreadPoolExecutor(1), [nn.Dense(2, 2), Two()]
+pool.submit(use, nets[0], "thread")
+atexit.register(use, nets[1], "exit")
+"""
 
 SEARCH = """
 import mindspore as ms
@@ -230,20 +299,159 @@ def test_what_cant_be_run(tmp_path: Path) -> None:
         (["--report", "out.pdf", "x.py"], "ends with .txt, .json, .html"),
         (["--report", "no/where.txt", "x.py"], "there is no folder"),
         ([], "required: SCRIPT"),
+        (["-m"], "required: MODULE"),
+        (["--rep", "out.txt", "x.py"], "unrecognized arguments: --rep"),
     ):
         done = run(*arguments, folder=tmp_path)
         assert done.returncode == 2 and text in done.stderr and "Traceback" not in done.stderr, arguments
         assert done.stdout == ""
 
 
+KINDS = """
+import mindspore as ms
+from mindspore import nn, ops
+
+class Net(nn.Cell):
+    def __init__(self, width, dead=False):
+        super().__init__()
+        self.fc = nn.Dense(2, width)
+        if dead:
+            self.dead = nn.Dense(2, 2)
+    def construct(self, x):
+        return self.fc(x)
+
+import warnings
+warnings.simplefilter("ignore")
+for width in range(1, 56):
+    Net(width, dead=width == 55)(ops.ones((1, 2)))
+kept = Net(100)
+grad_fn = ms.value_and_grad(lambda x: kept(x).sum(), None, kept.trainable_params())
+grad_fn(ops.ones((1, 2)))
+"""
+
+
+def test_nets_of_many_kinds(tmp_path: Path) -> None:
+    """Those that are there in the end are kept; how many others aren't is said, and what they left unused counts."""
+    (tmp_path / "kinds.py").write_text(KINDS)
+    done = run("--report", "out.JSON", "--fail-on-unused", "kinds.py", folder=tmp_path)
+    assert done.returncode == 3, done.stderr
+    told = json.loads((tmp_path / "out.JSON").read_text())
+    widths = [net["layers"][1]["num_parameters"] // 3 for net in told["nets"]]
+    assert (widths, told["left_out"]) == ([*range(1, 51), 100], 5)
+
+
+ALL_STEPS = """
+import mindspore as ms
+from mindspore import nn, ops
+
+class Net(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.cut, self.fc, self.late = nn.Dense(2, 2), nn.Dense(2, 2), nn.Dense(2, 2)
+    def construct(self, x, late):
+        x = self.fc(x) + ops.stop_gradient(self.cut(x))
+        return self.late(x) if late else x
+
+net = Net()
+grad_fn = ms.value_and_grad(lambda x, late: net(x, late).sum(), None, net.trainable_params())
+for step in range(5):
+    grad_fn(ops.ones((1, 2)), step == 3)
+"""
+
+
+def test_all_steps_are_watched(tmp_path: Path) -> None:
+    """Also without an optimizer that wants to know."""
+    (tmp_path / "steps.py").write_text(ALL_STEPS)
+    done = run("--fail-on-unused", "steps.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "no gradient arrived at it (5 computations) (steps.py:8)" in done.stderr
+    assert "reached in 1 of 5 steps: step 4 (steps.py:8)" in done.stderr
+
+
+FILTER = """
+import sys, warnings
+from mindspore import nn, ops
+warnings.simplefilter("error")
+
+class Net(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.dead = nn.Dense(2, 2), nn.Dense(2, 2)
+    def construct(self, x):
+        return self.fc(x)
+
+print(Net()(ops.zeros((1, 2))).shape)
+try:
+    warnings.warn("its own")
+except UserWarning:
+    print("raised")
+"""
+
+
+def test_warnings_that_are_made_errors(tmp_path: Path) -> None:
+    """The program's filters make none of lazycell's, which it doesn't know of."""
+    (tmp_path / "script.py").write_text(FILTER)
+    done = run("script.py", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "(1, 2)\nraised\n"), done.stderr
+    assert "script.py:13: UnusedLayerWarning: 1 layer of Net" in done.stderr
+
+
+UNUSED_THEN = """
+import atexit, os, sys
+from mindspore import nn, ops
+
+class Net(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.dead = nn.Dense(2, 2), nn.Dense(2, 2)
+    def construct(self, x):
+        return self.fc(x)
+
+net = Net()
+net(ops.ones((1, 2)))
+print("buffered")
+"""
+
+
+@pytest.mark.parametrize("end, code", [
+    ("", 3), ("sys.exit()", 3), ("sys.exit(0)", 3), ("sys.exit(4)", 4), ("sys.exit('no')", 1), ("1 / 0", 1),
+    ("os.mkdir('x'); os.chdir('x')", 3), ("sys.stderr.close()", 3), ("sys.stdout.close()", 3),
+    ("atexit.register(print, 'last')", 3), ("os.fork() and os.wait(); sys.exit()", 3),
+    ("del net; net = Net()", 3), ("net.dead = None; net = Net()", 0),
+])  # fmt: skip
+def test_fails_if_all_else_went_well(end: str, code: int, tmp_path: Path) -> None:
+    """With 3 only if the program has ended well; its output is complete, the report where it was to be."""
+    (tmp_path / "script.py").write_text(f"{UNUSED_THEN}{end}\n")
+    done = run("--fail-on-unused", "--report", "out.txt", "script.py", folder=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.startswith("buffered\n") or "stdout.close" in end
+    assert done.stdout.endswith("last\n") == ("last" in end)
+    assert "layers used" in (tmp_path / "out.txt").read_text()
+
+
+@pytest.mark.parametrize("where", ["2>/dev/full", "2>&-", "2>/dev/null", "2> >(true)"])
+def test_standard_error_that_takes_nothing(where: str, tmp_path: Path) -> None:
+    """It changes nothing."""
+    (tmp_path / "script.py").write_text(UNUSED_THEN)
+    for options, code in (("", 0), ("--fail-on-unused", 3)):
+        done = shell(f"set -o pipefail; {{python}} -m lazycell run {options} script.py {where}", folder=tmp_path)
+        assert done.returncode == code
+
+
+def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command of the shell, with this Python and this lazycell."""
+    env = {**os.environ, "PYTHONPATH": str(Path(lazycell.__file__).parents[1]), "GLOG_v": "4"}
+    full = ["bash", "-c", command.format(python=sys.executable)]
+    return subprocess.run(full, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="needs a shell's pipe")
 def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
-    """The report goes to standard error, which is read."""
+    """The report goes to standard error, which is read; the rest is as without."""
     (tmp_path / "script.py").write_text("print('x\\n' * 100000)")
-    package = str(Path(lazycell.__file__).parents[1])
-    command = f"{sys.executable} -m lazycell run script.py | head -1"
-    env = {**os.environ, "PYTHONPATH": package, "GLOG_v": "4"}
-    done = subprocess.run(command, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-    plain = f"{sys.executable} script.py | head -1"
-    expected = subprocess.run(plain, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.stdout == expected.stdout == "x\n"
+    expected, done = (
+        shell(f"{{python}} {how} script.py | head -1; exit ${{{{PIPESTATUS[0]}}}}", folder=tmp_path)
+        for how in ("", "-m lazycell run")
+    )
+    assert (done.returncode, done.stdout) == (expected.returncode, expected.stdout) and done.returncode
+    assert done.stderr.replace(NO_NET, "") == expected.stderr

@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from mindspore import Parameter, ParameterTuple, nn
 
@@ -14,14 +14,33 @@ from mindspore import Parameter, ParameterTuple, nn
 def subclass_unseen(base: type, namespace: dict[str, Any]) -> type:
     """Subclass a class without running its ``__init_subclass__`` or its metaclass's ``__new__``.
 
-    Model registries hang on both, and must not see a class that the user never wrote.
+    Model registries hang on both, and must not see a class that the user never wrote. The subclass equals its base, so
+    that ``type(layer) == nn.Dense``, ``type(layer) in (...)`` and dicts by class find what they look for.
 
     Raises:
         TypeError: The class can't be subclassed this way (its instances have another layout).
     """
-    made = type.__new__(type(base), base.__name__, (nn.Cell,), namespace)
+    made: Any = type.__new__(_equal_to_base(type(base)), base.__name__, (nn.Cell,), namespace)
     made.__bases__ = (base,)
-    return made
+    return cast(type, made)
+
+
+_metaclasses: dict[type, type] = {}
+
+
+def _equal_to_base(metaclass: type) -> type:
+    """A metaclass whose classes equal their bases."""
+    if metaclass not in _metaclasses:
+
+        def __eq__(cls: type, other: object) -> bool:
+            return cls is other or getattr(other, "_lazycell_native", other) is cls._lazycell_native  # type: ignore
+
+        def __hash__(cls: type) -> int:
+            return hash(cls._lazycell_native)  # type: ignore[attr-defined]
+
+        names = {"__eq__": __eq__, "__hash__": __hash__, "__module__": metaclass.__module__}
+        _metaclasses[metaclass] = type(metaclass.__name__, (metaclass,), names)
+    return _metaclasses[metaclass]
 
 
 _STATISTICS = frozenset(("moving_mean", "moving_variance", "running_mean", "running_var"))

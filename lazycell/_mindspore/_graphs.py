@@ -6,6 +6,7 @@ import functools
 import gc
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -31,9 +32,29 @@ def finished_graph(frame: FrameType | None) -> tuple[nn.Cell, list[Parameter]] |
     return compiling.f_locals["obj"], list(graphs.get_params(compiling.f_locals["phase"]).values())
 
 
-def when_cell_is_compiled(cell: nn.Cell, finished: Callable[[FrameType], None]) -> None:
-    """Ask for a call once a cell that is being compiled is compiled, with a frame for `finished_graph`."""
+_noted: weakref.WeakKeyDictionary[nn.Cell, tuple[str, list[Any]]] = weakref.WeakKeyDictionary()
+
+
+def when_cell_is_compiled(cell: nn.Cell, finished: Callable[[FrameType], None]) -> list[Any]:
+    """Ask for a call once a cell that is being compiled is compiled, with a frame for `finished_graph`.
+
+    Returns:
+        A list to note things in, for `noted_in_compilation`; one for each compilation.
+    """
+    phase = next(filter(is_compiling, stack(sys._getframe(1)))).f_locals["phase"]
+    if _noted.get(cell, ("", []))[0] != phase:
+        _noted[cell] = phase, []
     vars(cell)["init_parameters_data"] = functools.partial(init_parameters_data, cell, finished)
+    return _noted[cell][1]
+
+
+def noted_in_compilation(frame: FrameType | None) -> list[Any]:
+    """What was noted in the compilation that `finished_graph` tells of; what one that failed has left is forgotten."""
+    compiling = None if frame is None else asked_by(frame)
+    if compiling is None or not is_compiling(compiling):
+        return []
+    phase, things = _noted.pop(compiling.f_locals["obj"], ("", []))
+    return things if phase == compiling.f_locals["phase"] else []
 
 
 def init_parameters_data(cell: nn.Cell, finished: Callable[[FrameType], None], *args: Any, **kwargs: Any) -> Any:

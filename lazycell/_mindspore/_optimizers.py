@@ -6,10 +6,12 @@ import inspect
 from types import FunctionType
 from typing import Any
 
+import mindspore
 from mindspore import nn
 from mindspore.experimental import optim
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
+LOAD = mindspore.load_param_into_net  # whatever patch() puts in its place
 OPTIMIZERS = (nn.Optimizer, optim.Optimizer)  # mint.optim's derive from the second
 
 
@@ -21,6 +23,11 @@ def is_optimizer_class(kind: type) -> bool:
 def has_groups(kind: type) -> bool:
     """Whether an optimizer's class keeps its options in ``param_groups``, where schedulers change them."""
     return issubclass(kind, optim.Optimizer)
+
+
+def is_librarys(kind: type) -> bool:
+    """Whether a class is MindSpore's own."""
+    return kind.__module__.startswith("mindspore.")
 
 
 def is_layer_class(kind: type) -> bool:

@@ -140,6 +140,11 @@ def is_layer(cell: nn.Cell) -> bool:
     return is_layer_class(type(cell)) and type(cell).__module__ != "mindspore.common.recompute"
 
 
+def is_cells_own_code(frame: FrameType) -> bool:
+    """Whether a frame runs the code of ``nn.Cell`` itself."""
+    return module_of(frame) == "mindspore.nn.cell"
+
+
 def assigned_by_library(frame: FrameType | None) -> bool:
     """Whether a cell that is being assigned to another is MindSpore's choice, not the user's.
 
@@ -147,7 +152,7 @@ def assigned_by_library(frame: FrameType | None) -> bool:
     """
     for caller in callers_of(frame):
         module = module_of(caller)
-        if module != "mindspore.nn.cell" and not caller.f_code.co_filename.startswith(PACKAGE):
+        if not is_cells_own_code(caller) and not caller.f_code.co_filename.startswith(PACKAGE):
             return module.startswith("mindspore.") and module != "mindspore.nn.layer.container"
     return False
 
