@@ -80,8 +80,6 @@ class _Deferred:
                 internals.set_initializer(parameter, data)
                 return parameter
             data.init_data()
-        if is_deferred(data):
-            materialize(data)
         if not isinstance(data, Tensor) or data.shape != parameter.shape or data.dtype != parameter.dtype:
             materialize(parameter)  # to be converted or refused, as MindSpore does it
             return parameter.set_data(data, slice_shape)

@@ -177,22 +177,8 @@ def _undisturbed(cells: list[nn.Cell]) -> Iterator[None]:
         stack.callback(np.random.set_state, np.random.get_state())
         stack.callback(mindspore.set_rng_state, mindspore.get_rng_state())
         stack.enter_context(internals.hooks_silenced(cells))
-        stack.enter_context(_unrecorded(cells))
         with internals.recording_ended():
             yield
-
-
-@contextmanager
-def _unrecorded(cells: list[nn.Cell]) -> Iterator[None]:
-    """Let MindSpore record nothing of cells after ``set_grad()``: a gradient might take this pass for its own."""
-    recording = [cell for cell in cells if cell.requires_grad]
-    for cell in recording:
-        cell.requires_grad = False
-    try:
-        yield
-    finally:
-        for cell in recording:
-            cell.requires_grad = True
 
 
 @contextmanager

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-import logging
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,15 +14,14 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from lazycell import _construction
 from lazycell import _mindspore as internals
-from lazycell import _reading, _tracking
+from lazycell import _reading
 from lazycell._aligned import Gradients, are_nonzero, participants
-from lazycell._dry_run import touch_by
 from lazycell._errors import LazyCellError, UntouchedError, UntouchedWarning, the_first, warn
 from lazycell._groups import Groups, OptimizerParameters
 from lazycell._listed import Patched
 from lazycell._live import touch_all
 from lazycell._states import States
-from lazycell._touching import is_touched, mark_optimized, own_children, own_parameters, subtree, touch, touch_order
+from lazycell._touching import is_touched, mark_optimized, touch, touch_order
 
 # Of parameters that took part together: so many get a native optimizer of their own, which costs what they cost. For
 # others all are updated, and the rest is put back; MindSpore compiles each optimizer, and never frees what it compiled.
@@ -34,11 +31,7 @@ _UNBORN = """\
 LazyOptimizer({factory}) has no {name} yet: none of its parameters has been touched, so there is no {factory}. Call \
 the net, or lazycell.dry_run(net, inputs), before."""
 
-_log = logging.getLogger("lazycell")
 _OF_GROUPS = ("param_groups", "lrs")
-_COMMON = frozenset(
-    "dynamic_lr get_lr global_step is_group is_group_lr learning_rate loss_scale need_scale".split()
-)
 
 _COUNT = """\
 LazyOptimizer({factory}) got {given} gradients for {wanted} parameters: {detail}. Give it the gradients of its own \
@@ -178,7 +171,6 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         self.__dict__["parameters"] = OptimizerParameters(self._groups, factory.__name__)
         if activity:
             participants.add(self)
-        self._stands_in = False
         self._is_ready = True
 
     def __call__(self, gradients: Any, *args: Any) -> Any:
@@ -459,11 +451,6 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
             self._begin_groups()
         if name in vars(self):
             return vars(self)[name]
-        if self._stands_in and not self.parameters.counted() and not name.startswith("_"):
-            if name in _COMMON and not internals.has_groups(self._factory):
-                return getattr(self._like(), name)
-            if hasattr(self._like(), name):
-                self.bear(name)
         native = self._whole(name)
         return vars(self)[name] if name in vars(self) else getattr(native, name)
 
@@ -535,12 +522,6 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         native = self._whole("get_parameters") if self.parameters.counted() else None
         return iter(()) if native is None else native.get_parameters(expand)
 
-    def update_parameters_name(self, prefix: str = "", recurse: bool = True) -> None:
-        """Rename the parameters to be updated, as MindSpore's optimizers do; later than the first step, nothing."""
-        if self._stands_in and not self._natives:
-            for parameter in self.parameters._all:
-                parameter.name = prefix + parameter.name
-
     def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Parameter]]:
         """What is saved in and loaded from checkpoints: the state, by name."""
         if self.parameters.counted():
@@ -553,58 +534,6 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
 def is_native_being_built() -> bool:
     """Whether this thread is building the native optimizer of a `LazyOptimizer`."""
     return _native.is_being_built
-
-
-def bear_before_compilation(cell: nn.Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let optimizers inside a cell that is about to be compiled have something to update, under the patch.
-
-    A training cell calls its one net with its own arguments, as MindSpore's do: a dry run tells what that uses. Of
-    others, all parameters count.
-    """
-    unborn = [
-        (owner, child)
-        for _, owner in (cell.cells_and_names() if Patched.active else ())
-        for child in owner._cells.values()
-        if isinstance(child, LazyOptimizer) and not child.parameters.counted()
-    ]
-    if not unborn:
-        return
-    nets = [child for _, child in own_children(cell) if any(own_parameters(current) for current in subtree(child))]
-    if len(nets) == 1:
-        try:
-            touch_by(nets[0], args, kwargs)
-        except Exception as error:
-            names = type(nets[0]).__name__, type(cell).__name__
-            _log.debug("%s isn't called with the arguments of %s: %r", *names, error)
-    for _, optimizer in unborn:
-        optimizer.bear("construct")
-
-
-_tracking.compilation_listeners.append(bear_before_compilation)
-_stand_ins: dict[type, type] = {}
-
-
-def stand_in(factory: type) -> type:
-    """The class to make an instance of where an optimizer is wanted that waits for its parameters.
-
-    It is a `LazyOptimizer` whose constructor takes what ``factory`` takes. Where none is needed, or where it isn't
-    known which argument the parameters are, it is ``factory`` itself.
-    """
-    if _native.is_being_built or issubclass(factory, LazyOptimizer) or not internals.takes_parameters_first(factory):
-        return factory
-    if factory not in _stand_ins:
-
-        def __init__(self: LazyOptimizer, *args: Any, **kwargs: Any) -> None:
-            LazyOptimizer.__init__(self, factory, *args, activity=False, **kwargs)
-            self.parameters.fix()
-            self._stands_in = True
-            if internals.is_librarys(factory):  # one of a user's own may not be made for a single parameter
-                self._make_early()  # refuses what MindSpore refuses
-
-        names = {"__module__": factory.__module__, "__qualname__": factory.__qualname__, "__doc__": factory.__doc__}
-        functools.update_wrapper(__init__, factory.__init__)
-        _stand_ins[factory] = type(factory.__name__, (LazyOptimizer, factory), {**names, "__init__": __init__})
-    return _stand_ins[factory]
 
 
 def _refuse_other_shapes(pairs: Iterable[tuple[Parameter, Any]]) -> None:

@@ -17,7 +17,8 @@ from lazycell._errors import LazyCellWarning, warn
 from lazycell._gradient import NATIVE_GRAD, NATIVE_VALUE_AND_GRAD, as_mindspore_takes_them
 from lazycell._listed import Patched, left_out_at, list_for_good
 from lazycell._live import TouchedParameters
-from lazycell._optimizer import LazyOptimizer, is_native_being_built, stand_in
+from lazycell._optimizer import LazyOptimizer, is_native_being_built
+from lazycell._standing_in import stand_in
 
 _lock = threading.RLock()
 

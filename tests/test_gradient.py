@@ -593,7 +593,8 @@ def test_a_step_costs_no_calls_for_each_layer() -> None:
         x = ones(2, 3)
         for weights in (list(net.trainable_params()), net):
             function = lazycell.grad(lambda_free(net), None, weights)
-            function(x)
+            for _ in range(2):  # of the first step it is noted, for each parameter, whether a gradient arrived
+                function(x)
             counts.append(lazycell_calls(lambda function=function, x=x: function(x), with_guard=False))
     assert counts[2] <= counts[0] + 3 and counts[3] <= counts[1] + 3
 

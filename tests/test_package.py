@@ -21,7 +21,8 @@ PACKAGE = Path(lazycell.__file__).parent
 ORDER = (
     "_errors", "_mindspore", "_deferral", "_touching", "_history", "_reading", "_tracking", "_construction",
     "_layers", "_registry", "_listed", "_live", "_cell", "_dry_run", "_freezing", "_aligned", "_gradient", "_groups",
-    "_states", "_optimizer", "_patch", "_rows", "_html", "_report", "_run", "_demo", "_progress", "_cli", "__main__",
+    "_states", "_optimizer", "_standing_in", "_patch", "_rows", "_html", "_report", "_run", "_demo", "_progress",
+    "_cli", "__main__",
 )  # fmt: skip
 INTERNALS = (
     "_versions", "_construction", "_optimizers", "_running", "_graphs", "_storage", "_meta", "_draws", "_recording",
