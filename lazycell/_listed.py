@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -121,7 +122,7 @@ class EditedParameters(list[Parameter]):
 
 class _Together(threading.local):
     place: tuple[int, int] | None = None
-    lists: list[NoticingList]
+    lists: list[weakref.ref[NoticingList]]
 
 
 _together = _Together()
@@ -137,8 +138,8 @@ def gone_through_with(new: NoticingList, frame: FrameType | None) -> list[Notici
     place = None if frame is None else (id(frame), frame.f_lasti)
     if place is None or place != _together.place:
         _together.place, _together.lists = place, []
-    _together.lists.append(new)
-    return _together.lists
+    _together.lists.append(weakref.ref(new))
+    return [alive for alive in (known() for known in _together.lists) if alive is not None]
 
 
 def nobody_looks() -> bool:

@@ -150,10 +150,10 @@ class TouchedParameters(NoticingList, Observer):
             shows_more = self._is_open or self.shows_unused()
             self._ranks.insert(place, rank)
             self._counted.insert(place, parameter)
-            if shows_more:
-                self._show()
-            else:
+            if not shows_more:
                 list.insert(self, place, parameter)
+            elif self._is_open or not is_listed(parameter):
+                self._show()
             self._leave_graphs()
 
     def touches_forgotten(self, cell: nn.Cell) -> None:

@@ -767,9 +767,11 @@ class TestUndoing:
                     return self.fc(x)
 
             net = Own()
+            assert len([p for p in net.trainable_params()]) == 2  # going through a list doesn't keep it
+            optimizer = nn.Adam(net.trainable_params())
             net(ones(1, 2))
             known = weakref.ref(net)
-            del net
+            del net, optimizer
             gc.collect()
             assert known() is None
 
