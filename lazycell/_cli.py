@@ -169,7 +169,8 @@ def _tell(
         write(render(nets, "text", left_out, folder) + "\n")
     else:
         try:
-            path.write_text(render(nets, _FORMATS[path.suffix.lower()], left_out, folder), encoding="utf-8")
+            text = render(nets, _FORMATS[path.suffix.lower()], left_out, folder)
+            path.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
         except OSError as error:  # it has taken long to come to know this
             text = render(nets, "text", left_out, folder)
             write(f"lazycell: can't write {str(path)!r}: {error.strerror}.\n{text}\n")

@@ -27,8 +27,8 @@ _BADGES = {
     Reason.SOME_STEPS: "some steps",
 }
 _SUSPECT = (Reason.CUT_OFF, Reason.NOT_IN_OPTIMIZER)  # layers that were used, and don't learn although they might
-_STEPS = {0: "no gradient computation was seen", 1: "gradient computation asked for a layer"}
-_MORE_STEPS = "gradient computations at most asked for a layer"
+_STEPS = {0: "no gradient computation was seen", 1: "gradient computation"}
+_MORE_STEPS = "gradient computations"
 
 
 def page(nets: Sequence[NetReport], left_out: int = 0, title: str = "lazycell report") -> str:

@@ -10,6 +10,7 @@ from enum import Enum
 from mindspore import Parameter, nn
 
 from lazycell import _deferral
+from lazycell._listed import is_listed
 from lazycell._touching import CellState, own_children, own_parameters, state_of, touch_order
 
 _UNKNOWN = float("inf")  # used, but nobody knows when
@@ -113,7 +114,10 @@ def own_order(node: Node) -> float | None:
     """When a cell was first used, by a call or by a read of one of its parameters; None if it wasn't."""
     if node.state is None:  # not tracked: it counts as used
         return _UNKNOWN
-    orders = [node.state.order, *map(touch_order, own_parameters(node.cell))]
+    parameters = own_parameters(node.cell)
+    if not node.state.called:  # a graph that was given all that a script has listed holds it, used or not
+        parameters = [parameter for parameter in parameters if not is_listed(parameter)]
+    orders = [node.state.order, *map(touch_order, parameters)]
     return min((order for order in orders if order is not None), default=None)
 
 

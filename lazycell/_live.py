@@ -275,6 +275,7 @@ class TouchedParameters(NoticingList, Observer):
 
 def touch_all(parameters: TouchedParameters) -> None:
     """Count all parameters that a list may come to hold as used, where it can't be known in time which are."""
+    parameters.list_all()
     for parameter in parameters._all:
         if parameter.requires_grad:
             _touching.touch(parameter)

@@ -63,7 +63,7 @@ def _inside(cell: nn.Cell) -> tuple[set[int], set[int]]:
 
 
 def _read(parameter: Parameter) -> None:
-    if internals.forward_running()[0] is internals.Forward.NONE:
+    if internals.forward_running()[0] is internals.Forward.NONE or internals.zeros_are_made():
         _deferral.materialize(parameter)
     elif _counts_as_use(None, parameter):
         touch(parameter)

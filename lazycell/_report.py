@@ -18,6 +18,7 @@ from lazycell._rows import LayerRow, NetReport, Reason, left_out_in_words, net_r
 
 SCHEMA = "lazycell.report/1"
 _MARKS = {Reason.NEVER_CALLED: "!", Reason.CUT_OFF: "!", Reason.NOT_IN_OPTIMIZER: "!"}
+_LEGEND = "! never called, cut off from the loss, or not in the optimizer"
 _LABEL_WIDTH = 56
 
 
@@ -49,6 +50,7 @@ def report(cell: nn.Cell, format: str = "text") -> str:
             (0): Dense    touched   8  32 B
         !   (1): ReLU     deferred  -     -  never called
         <BLANKLINE>
+        ! never called, cut off from the loss, or not in the optimizer
         1 of 2 layers used; 8 of 8 parameters touched
         32 B allocated, 0 B deferred
         no gradient computation was seen
@@ -104,7 +106,8 @@ def _tree(net: NetReport) -> str:
     for label, state, size, nbytes, note in rows:
         fixed = f"{label:<{widths[0]}}  {state:<{widths[1]}}  {size:>{widths[2]}}  {nbytes:>{widths[3]}}"
         lines.append(f"{fixed}  {note}".rstrip())
-    return "\n".join([*lines, "", *_summary(net)])
+    legend = [_LEGEND] if any(row[0].startswith("!") for row in rows) else []
+    return "\n".join([*lines, "", *legend, *_summary(net)])
 
 
 def _columns(row: LayerRow) -> tuple[str, str, str, str, str]:

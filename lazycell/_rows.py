@@ -10,7 +10,7 @@ from mindspore import Parameter, nn
 
 from lazycell import _deferral
 from lazycell._history import Steps, steps_of
-from lazycell._layers import LayerRecord, Node, records, tree
+from lazycell._layers import LayerRecord, LayerState, Node, records, tree
 from lazycell._registry import topmost_unused, unused_below
 from lazycell._touching import is_frozen, is_optimized, is_touched, own_parameters
 
@@ -179,7 +179,7 @@ class _Net:
             key=node.name[len(prefix) :],
             cls_name=layer.cls_name,
             depth=self._depth[id(node)],
-            state=layer.state.value,
+            state=self._state(node, layer),
             used=node.order is not None,
             optional=node.order is None and id(node) not in self._blamed,
             num_parameters=layer.num_parameters,
@@ -192,6 +192,13 @@ class _Net:
             reason=reason,
             detail=detail,
         )
+
+    def _state(self, node: Node, layer: LayerRecord) -> str:
+        """As in its record; a container that isn't used is as far as what it holds."""
+        total = self._totals[id(node)]
+        if node.order is None and total and not any(map(_deferral.is_deferred, total)):
+            return LayerState.MATERIALIZED.value
+        return layer.state.value
 
     def _reason(self, node: Node) -> tuple[Reason | None, str]:
         """Why a layer's own parameters have no gradient, or not always."""
@@ -270,15 +277,14 @@ def _hardly_watched(steps: Steps) -> str:
     looked_at = steps.asked - steps.unwatched
     if not looked_at:
         return ""
-    were = "was" if looked_at == 1 else "were"
-    return f"no gradient arrived at it in the {looked_at} of {_counted(steps.asked)} that {were} looked at"
+    return f"no gradient arrived at it in {looked_at} of {_counted(steps.asked)}; the others weren't looked at"
 
 
 def steps_in_words(num_steps: int) -> str:
     """What `Summary.num_steps` says."""
     if not num_steps:
         return "no gradient computation was seen"
-    return f"at most {num_steps:,} gradient computation{'s' * (num_steps > 1)} asked for a layer"
+    return f"{num_steps:,} gradient computation{'s' * (num_steps > 1)}"
 
 
 def left_out_in_words(left_out: int) -> str:

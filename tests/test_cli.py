@@ -112,7 +112,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def unused(text: str) -> list[str]:
     """The layers that a report in text says were never called."""
-    return [line.split("(")[1].split(")")[0] for line in text.splitlines() if "never called" in line]
+    return [line.split("(")[1].split(")")[0] for line in text.splitlines() if "  never called" in line]
 
 
 @pytest.mark.parametrize("mode", ["pynative", "graph"])

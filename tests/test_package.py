@@ -20,7 +20,7 @@ from lazycell import _cli, _demo
 PACKAGE = Path(lazycell.__file__).parent
 ORDER = (
     "_errors", "_mindspore", "_deferral", "_touching", "_history", "_reading", "_tracking", "_construction",
-    "_layers", "_registry", "_listed", "_live", "_cell", "_dry_run", "_freezing", "_aligned", "_gradient", "_groups",
+    "_listed", "_layers", "_registry", "_live", "_cell", "_dry_run", "_freezing", "_aligned", "_gradient", "_groups",
     "_states", "_optimizer", "_standing_in", "_patch", "_rows", "_html", "_report", "_run", "_demo", "_progress",
     "_cli", "__main__",
 )  # fmt: skip

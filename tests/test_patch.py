@@ -485,6 +485,28 @@ def test_scripts_that_pair_copy_edit_and_ask(script: Callable[[nn.Cell], None]) 
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("loop", scripts.LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("how", ["list", "filtered"])
+def test_dead_layers_are_named_however_they_came_to_be_held(
+    mode: str, loop: Callable[..., list[float]], how: str, patched: object
+) -> None:
+    """What is allocated because it can't be told apart wasn't called for that: warning and report say so."""
+    ms.set_context(mode=MODES[mode])
+    net = Net()
+    weights = net.trainable_params()
+    optimizer = nn.Momentum([p for p in weights if p.requires_grad] if how == "filtered" else weights, 0.1, 0.9)
+    if loop is scripts.own_step_cell and mode == "PyNative":
+        pytest.skip("a cell that keeps a tuple of parameters may read any of them")
+    with pytest.warns(lazycell.UnusedLayerWarning, match="defined and never invoked") as caught:
+        loop(net, optimizer)
+    named = [layer.name.rpartition("_backbone.")[2] for layer in caught[0].message.layers]
+    # A compiler that takes one layer out of a CellList resolves all of them.
+    in_graph = mode == "Graph" or loop is scripts.jitted
+    assert named == (["dead"] if in_graph and deferred(net) != DEAD else ["dead", "blocks.1"])
+    assert lazycell.registry(net).untouched == tuple(named)
+
+
 @quiet
 def test_optimizers_hold_moments_for_what_is_used_alone(patched: object) -> None:
     """Whatever a list shows, and however it was asked for."""

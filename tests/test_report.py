@@ -106,8 +106,8 @@ def test_names_that_differ_at_the_end() -> None:
 
 @pytest.mark.parametrize("flags, words", [
     ([], "no gradient computation was seen"),
-    ([True], "at most 1 gradient computation asked for a layer"),
-    ([True] * 3, "at most 3 gradient computations asked for a layer"),
+    ([True], "1 gradient computation"),
+    ([True] * 3, "3 gradient computations"),
 ])  # fmt: skip
 def test_steps_are_told(flags: list[bool], words: str) -> None:
     """How many there were."""

@@ -82,6 +82,7 @@ from lazycell._mindspore._running import (
     prepare_first_call,
     running_cells,
     was_called,
+    zeros_are_made,
 )
 from lazycell._mindspore._storage import (
     METADATA,
@@ -181,4 +182,5 @@ __all__ = [
     "was_called",
     "when_cell_is_compiled",
     "when_function_is_compiled",
+    "zeros_are_made",
 ]

@@ -80,6 +80,12 @@ def is_compiling(frame: FrameType) -> bool:
     return frame.f_code.co_name == "compile" and module_of(frame) in _API_MODULES
 
 
+def zeros_are_made() -> bool:
+    """Whether MindSpore's executor asks for a weight in order to give zeros for its gradient: no pass used it."""
+    asking = asked_by(sys._getframe())
+    return asking is not None and asking.f_code.co_name == "grad" and module_of(asking) in _API_MODULES
+
+
 def is_recording(frame: FrameType) -> bool:
     # The executor's own flag, requires_grad(), stays on after an exception in a differentiated function.
     return frame.f_code.co_name in _RECORDERS and module_of(frame) == "mindspore.ops.composite.base"
