@@ -177,8 +177,22 @@ def _undisturbed(cells: list[nn.Cell]) -> Iterator[None]:
         stack.callback(np.random.set_state, np.random.get_state())
         stack.callback(mindspore.set_rng_state, mindspore.get_rng_state())
         stack.enter_context(internals.hooks_silenced(cells))
+        stack.enter_context(_unrecorded(cells))
         with internals.recording_ended():
             yield
+
+
+@contextmanager
+def _unrecorded(cells: list[nn.Cell]) -> Iterator[None]:
+    """Record nothing of cells after ``set_grad()``: MindSpore before 2.9 would take this pass for that of gradients."""
+    recording = [cell for cell in cells if cell.requires_grad]
+    for cell in recording:
+        cell.requires_grad = False
+    try:
+        yield
+    finally:
+        for cell in recording:
+            cell.requires_grad = True
 
 
 @contextmanager
