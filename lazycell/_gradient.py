@@ -231,11 +231,7 @@ class _GradientFunction:
         if reached is not None:
             result = self._without_first(result)
             del weights[0]
-        if len(weights) == len(everything) or not listed:
-            return self._with_parameters(result, weights, active)
-        result = self._with_zeros(result, weights, everything)
-        took_part = {id(weight) for weight, arrived in zip(weights, active or [True] * len(weights)) if arrived}
-        return self._with_parameters(result, everything, [id(parameter) in took_part for parameter in everything])
+        return self._for_all(result, weights, everything if listed else weights, active)
 
     def _fill_given(self) -> None:
         """Give storage to the weights that the user listed, used or not: MindSpore is about to be given them."""
@@ -252,16 +248,22 @@ class _GradientFunction:
             return weights[:]
         return [parameter for parameter in weights if not _deferral.is_deferred(parameter)] if deferred else weights[:]
 
-    def _with_zeros(self, result: Any, weights: list[Parameter], everything: list[Parameter]) -> Any:
-        """A result with zeros for the weights that weren't differentiated by."""
+    def _for_all(
+        self, result: Any, weights: list[Parameter], everything: list[Parameter], active: list[bool] | None
+    ) -> Any:
+        """A result, with zeros for those of the weights that weren't differentiated by: they took no part."""
+        if len(weights) == len(everything):
+            return self._with_parameters(result, weights, active)
         place = {id(parameter): index for index, parameter in enumerate(weights)}
+        took_part = {id(weight) for weight, arrived in zip(weights, active or [True] * len(weights)) if arrived}
 
         def filled(gradients: Any) -> Any:
             return tuple(
                 gradients[place[id(p)]] if id(p) in place else ops.zeros(p.shape, p.dtype) for p in everything
             )
 
-        return self._with_gradients(result, filled)
+        reached = [id(parameter) in took_part for parameter in everything]
+        return self._with_parameters(self._with_gradients(result, filled), everything, reached)
 
     def _without_first(self, result: Any) -> Any:
         """A result without the gradient of the first weight."""
@@ -352,12 +354,7 @@ class _GradientFunction:
             result, weights, active = self._run_graph(args, live)
         if isinstance(self._weights, Parameter):
             return result
-        everything = weights if live is None else live.shown()
-        if len(everything) > len(weights):
-            result = self._with_zeros(result, weights, everything)
-            took_part = {id(weight) for weight, arrived in zip(weights, active or [True] * len(weights)) if arrived}
-            active = [id(parameter) in took_part for parameter in everything]
-        return self._with_parameters(result, everything, active)
+        return self._for_all(result, weights, weights if live is None else live.shown(), active)
 
     def _run_graph(
         self, args: tuple[Any, ...], live: TouchedParameters | None

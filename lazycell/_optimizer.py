@@ -451,8 +451,12 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
             self._begin_groups()
         if name in vars(self):
             return vars(self)[name]
-        native = self._whole(name)
+        native = self._answering(name)
         return vars(self)[name] if name in vars(self) else getattr(native, name)
+
+    def _answering(self, name: str) -> nn.Cell:
+        """The native optimizer that an attribute is asked of."""
+        return self._whole(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = "_is_ready" not in vars(self) or name.startswith("_") or name in vars(self) or hasattr(nn.Cell, name)

@@ -26,6 +26,11 @@ _TAKES_ALL = """\
 {name} takes its parameters in a way of its own, so it can't wait for what is used: all that it is given is allocated \
 now, and counts as used. Let its __init__ take them first, as params."""
 
+_LEFT_OUT = """\
+{name} is used for the first time, after trainable_params() had been listed without it at {where}. What was made of \
+that list, as groups of an optimizer, copies, or a loop that freezes, lacks it, and all that is used later: list \
+parameters before the first forward pass, or after one that uses all that will be trained."""
+
 
 class PatchHandle:
     """One use of `patch`; the patch stays until the last of them is removed, in whatever order.
@@ -71,7 +76,7 @@ def patch() -> PatchHandle:
 
     Example:
         >>> import lazycell, mindspore as ms
-        >>> from mindspore import Parameter, nn
+        >>> from mindspore import nn
         >>> class Net(nn.Cell):
         ...     def __init__(self):
         ...         super().__init__()
@@ -97,28 +102,6 @@ def patch() -> PatchHandle:
     return handle
 
 
-_LEFT_OUT = """\
-{name} is used for the first time, after trainable_params() had been listed without it at {where}. What was made of \
-that list, as groups of an optimizer, copies, or a loop that freezes, lacks it, and all that is used later: list \
-parameters before the first forward pass, or after one that uses all that will be trained."""
-
-
-class _LeftOut(_touching.Observer):
-    """Warns if parameters come to be used after a script has listed the others; once for each place in the script."""
-
-    def __init__(self) -> None:
-        self._told: set[str] = set()
-
-    def parameter_touched(self, parameter: Parameter) -> None:
-        where = left_out_at(parameter)
-        if where is not None and where not in self._told:
-            self._told.add(where)
-            warn(LazyCellWarning(_LEFT_OUT.format(name=parameter.name, where=where)))
-
-
-_left_out = _LeftOut()
-
-
 def unpatch() -> None:
     """Leave MindSpore as it was found, whoever called `patch`, and how often.
 
@@ -133,7 +116,7 @@ def unpatch() -> None:
 
 def is_patched() -> bool:
     """Whether `patch` is in force."""
-    return bool(_handles)
+    return Patched.active
 
 
 def _install() -> None:
@@ -182,6 +165,22 @@ def _uninstall() -> None:
             _tracking.unwatch(cell)
     if not was_ours:  # last, since a filter may turn it into an exception
         warn(LazyCellWarning("something else has replaced what lazycell.patch() had; it was left as it is."))
+
+
+class _LeftOut(_touching.Observer):
+    """Warns if parameters come to be used after a script has listed the others; once for each place in the script."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def parameter_touched(self, parameter: Parameter) -> None:
+        where = left_out_at(parameter)
+        if where is not None and where not in self._told:
+            self._told.add(where)
+            warn(LazyCellWarning(_LEFT_OUT.format(name=parameter.name, where=where)))
+
+
+_left_out = _LeftOut()
 
 
 # ---------------------------------------------------------------------------------------------

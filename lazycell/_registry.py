@@ -252,7 +252,7 @@ def format_bytes(nbytes: int) -> str:
     return f"{size:.3g} {unit}"
 
 
-def _shorten(text: str, width: int) -> str:
+def shorten(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width // 2 - 1] + ".." + text[-(width - width // 2 - 1) :]
 
 
@@ -267,7 +267,7 @@ def _table(nodes: list[Node]) -> str:
     for column, least in ((1, 16), (0, 0)):  # long classes are shortened first, then long names
         spare = _WIDTH - sum(2 + max(map(len, texts)) for texts in zip(*rows)) + 2
         width = max(len(row[column]) for row in rows)
-        rows = [(*row[:column], _shorten(row[column], max(width + spare, least)), *row[column + 1 :]) for row in rows]
+        rows = [(*row[:column], shorten(row[column], max(width + spare, least)), *row[column + 1 :]) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     aligned = [
         "  ".join(text.ljust(width) if column < 3 else text.rjust(width) for column, (text, width) in enumerate(cells))
@@ -357,7 +357,7 @@ def warn_of_unused(cell: nn.Cell) -> None:
     for node in users_own(root):
         if node.state is not None and not node.state.reported:
             node.state.reported = True
-            _warn_of(node.cell)
+            _warn_of(root if node is root else tree(node.cell)[0])
 
 
 def users_own(root: Node) -> list[Node]:
@@ -375,9 +375,7 @@ def users_own(root: Node) -> list[Node]:
     return found
 
 
-def _warn_of(cell: nn.Cell) -> None:
-    root = tree(cell)[0]
-    root.order = 0 if root.order is None else root.order
+def _warn_of(root: Node) -> None:
     unused = topmost_unused(root)
     if not unused:
         return
@@ -388,7 +386,7 @@ def _warn_of(cell: nn.Cell) -> None:
         was, it, each = ("layer", "was"), "it", "it"
     message = "\n".join(
         (
-            f"{len(layers)} {was[0]} of {type(cell).__name__} {was[1]} defined and never invoked "
+            f"{len(layers)} {was[0]} of {type(root.cell).__name__} {was[1]} defined and never invoked "
             f"({format_bytes(nbytes)}):",
             *map(_describe, layers),
             f"Remove {it}, or declare {each} with lazycell.optional(layer).",

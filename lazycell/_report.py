@@ -13,11 +13,11 @@ from mindspore import nn
 
 from lazycell import _mindspore as internals
 from lazycell._html import page
-from lazycell._registry import _shorten, format_bytes, require_tracked
+from lazycell._registry import format_bytes, require_tracked, shorten
 from lazycell._rows import LayerRow, NetReport, Reason, left_out_in_words, net_report, steps_in_words
 
 SCHEMA = "lazycell.report/1"
-_MARKS = {Reason.NEVER_CALLED: "!", Reason.CUT_OFF: "!", Reason.NOT_IN_OPTIMIZER: "!"}
+_MARKED = (Reason.NEVER_CALLED, Reason.CUT_OFF, Reason.NOT_IN_OPTIMIZER)
 _LEGEND = "! never called, cut off from the loss, or not in the optimizer"
 _LABEL_WIDTH = 56
 
@@ -111,10 +111,10 @@ def _tree(net: NetReport) -> str:
 
 
 def _columns(row: LayerRow) -> tuple[str, str, str, str, str]:
-    mark = _MARKS.get(row.reason, " ") if row.reason and not row.optional else " "
+    mark = "!" if row.reason in _MARKED and not row.optional else " "
     name = f"({row.key}): {row.cls_name}" if row.depth else row.cls_name
     indented = "  " * row.depth + name
-    label = _shorten(indented, _LABEL_WIDTH)
+    label = shorten(indented, _LABEL_WIDTH)
     size, nbytes = (f"{row.total_parameters:,}", format_bytes(row.total_nbytes)) if row.total_parameters else ("-", "-")
     where = f" ({row.where})" if row.detail and row.where else ""
     return f"{mark} {label}", row.state, size, nbytes, row.detail + where

@@ -225,7 +225,7 @@ class _Net:
 
     def _reason_of_used(self, touched: list[Parameter]) -> tuple[Reason | None, str]:
         """What is known of a layer that was used and isn't frozen."""
-        steps = [self._steps.get(id(p)) or steps_of(p) for p in touched]  # those frozen now have had theirs, too
+        steps = [self._steps[id(p)] for p in touched]  # those frozen now have had theirs, too
         asked = [step for step in steps if step.asked]
         watched = not any(step.unwatched for step in asked)
         reached = max((step.reached for step in asked), default=0)

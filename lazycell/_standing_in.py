@@ -40,18 +40,13 @@ class StandIn(LazyOptimizer):
         if internals.is_librarys(factory):  # one of a user's own may not be made for a single parameter
             self._make_early()  # refuses what MindSpore refuses
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return nn.Cell.__getattr__(self, name)
-        except AttributeError:
-            pass
-        is_ready = "_is_ready" in vars(self) and not name.startswith("_")
-        if is_ready and name not in self._assigned and not self.parameters.counted():
+    def _answering(self, name: str) -> nn.Cell:
+        if not name.startswith("_") and not self.parameters.counted():
             if name in _COMMON and not internals.has_groups(self._factory):
-                return getattr(self._like(), name)
-            if name not in ("param_groups", "lrs") and hasattr(self._like(), name):
+                return self._like()
+            if hasattr(self._like(), name):
                 self.bear(name)
-        return super().__getattr__(name)
+        return super()._answering(name)
 
     def update_parameters_name(self, prefix: str = "", recurse: bool = True) -> None:
         """Rename the parameters to be updated, as MindSpore's optimizers do; later than the first step, nothing."""
