@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import compress
 from typing import Any
 
 import mindspore
@@ -426,11 +427,11 @@ class _GradientFunction:
         def known(gradients: Any) -> Any:
             values = tuple(pair[1] for pair in gradients) if self._return_ids else gradients
             made = Gradients(values, weights, active and _verified(values, active))
+            made.as_computed = True
             self._history.note(made.parameters, None if active is None else made.active)
-            for parameter, took_part in zip(made.parameters, made.active) if active is not None else ():
-                if took_part and not _touching.is_touched(parameter):  # it was used where nobody sees it
-                    _touching.touch(parameter)
             if active is not None:
+                for parameter in _touching.untouched_among(compress(made.parameters, made.active)):
+                    _touching.touch(parameter)  # it was used where nobody sees it
                 for participant in list(participants):
                     participant.took_part(made)
             return gradients if self._return_ids else made
@@ -488,6 +489,8 @@ def _why_empty(weights: TouchedParameters) -> str:
 
 def _verified(gradients: tuple[Any, ...], active: list[bool]) -> list[bool]:
     """Count a parameter as active also if its gradient isn't zero, however it came about."""
+    if all(active):
+        return active
     doubtful = [index for index, reached in enumerate(active) if not reached]
     verified = list(active)
     for index, is_nonzero in zip(doubtful, are_nonzero([gradients[index] for index in doubtful])):

@@ -31,8 +31,15 @@ class Patched:
     active = False
 
 
+class Listed:
+    """Whether `list_for_good` was ever called, so that those who never patch need not look."""
+
+    ever = False
+
+
 def list_for_good(parameters: list[Parameter]) -> None:
     """A script has seen these parameters listed, used or not: lists go on showing them."""
+    Listed.ever = True
     for parameter in parameters:
         parameter._lazycell_listed = True
 

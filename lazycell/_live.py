@@ -16,6 +16,7 @@ from lazycell import _reading, _touching
 from lazycell._errors import UntouchedError, UntouchedWarning, warn
 from lazycell._listed import (
     EditedParameters,
+    Listed,
     NoticingList,
     Patched,
     gone_through_with,
@@ -85,18 +86,23 @@ class TouchedParameters(NoticingList, Observer):
 
     def _fill(self) -> None:
         """List what counts by now; freezing and unfreezing shows here."""
-        self._flags = internals.trainable_flags(self._all)
-        counted = [p for p, tracked in self._known if (is_touched(p) or not tracked) and p.requires_grad]
+        self._used = [p for p, tracked in self._known if is_touched(p) or not tracked]
+        self._flags = internals.trainable_flags(self._looked_after())
+        counted = [p for p in self._used if p.requires_grad]
         self._ranks = [self._rank[id(parameter)] for parameter in counted]
         if list(map(id, counted)) != list(map(id, self._counted)):
             self._leave_graphs()
         self._counted = counted
         self._show()
 
+    def _looked_after(self) -> list[Parameter]:
+        """Those that the list changes with, if they are frozen or unfrozen; where nothing else is shown, the used."""
+        return self._all if Patched.active or Listed.ever else self._used
+
     def _show(self) -> None:
         """List what is touched, and what has been listed for good; all, under the patch, before anything is touched."""
         self._is_open = Patched.active and not any(map(is_touched, self._all))
-        if self._only_counted:
+        if self._only_counted or not (self._is_open or Listed.ever):
             self.set_raw(self._counted)
             return
         ids = set(map(id, self._counted))
@@ -128,7 +134,7 @@ class TouchedParameters(NoticingList, Observer):
         with _touching.lock:
             if self._version != Structure.version or self._changes_unseen():
                 self._look()
-            elif self._flags != internals.trainable_flags(self._all):
+            elif self._flags != internals.trainable_flags(self._looked_after()):
                 self._fill()
 
     def parameter_touched(self, parameter: Parameter) -> None:
@@ -144,7 +150,8 @@ class TouchedParameters(NoticingList, Observer):
         flags, self._flags = self._flags, []
         if not parameter.requires_grad:
             return
-        self._flags = flags
+        self._used.append(parameter)
+        self._flags = flags if Patched.active or Listed.ever else [*flags, True]
         place = bisect(self._ranks, rank)
         if not place or self._ranks[place - 1] != rank:
             shows_more = self._is_open or self.shows_unused()

@@ -6,6 +6,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import compress
 from types import MethodType
 from typing import Any
 
@@ -204,10 +205,9 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
 
     def took_part(self, gradients: Gradients) -> None:
         """Note which parameters took part in what `value_and_grad` or `grad` has computed."""
-        for parameter, active in zip(gradients.parameters, gradients.active):
-            self._latest[id(parameter)] = active
-            if active:
-                self._active.add(id(parameter))
+        ids = list(map(id, gradients.parameters))
+        self._latest.update(zip(ids, gradients.active))
+        self._active.update(compress(ids, gradients.active))
 
     def _matched(self, gradients: Any) -> list[tuple[Parameter, Any, bool]]:
         """The parameters with their gradients, and whether they took part."""
@@ -227,7 +227,8 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
             if len(gradients) != len(parameters):
                 parameters, gradients = self._among_all(gradients)
             found = list(zip(parameters, gradients, self._took_part(parameters, gradients)))
-        _refuse_other_shapes((parameter, gradient) for parameter, gradient, _ in found)
+        if not getattr(gradients, "as_computed", False):
+            _refuse_other_shapes((parameter, gradient) for parameter, gradient, _ in found)
         return [(parameter, gradient, active or not self._activity) for parameter, gradient, active in found]
 
     def _took_part(self, parameters: list[Parameter], gradients: Any) -> list[bool]:
@@ -239,6 +240,8 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         return active
 
     def _by_parameter(self, parameters: list[Parameter], gradients: Gradients) -> list[tuple[Parameter, Any, bool]]:
+        if list(map(id, parameters)) == list(map(id, gradients.parameters)):
+            return list(zip(parameters, gradients, gradients.active))
         known = {id(parameter) for parameter, _ in self.parameters._known}
         foreign = [parameter for parameter in gradients.parameters if id(parameter) not in known]
         if foreign:

@@ -10,7 +10,7 @@ import itertools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -140,6 +140,12 @@ def is_touched(parameter: Parameter) -> bool:
     return touch_order(parameter) is not None
 
 
+def untouched_among(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """Which of some parameters have taken part in no forward pass; asked at each step, where all have."""
+    get = object.__getattribute__  # deferred ones have a slower one
+    return [parameter for parameter in parameters if get(parameter, "__dict__").get("_lazycell_touched") is None]
+
+
 def hold(parameter: Parameter) -> None:
     """Note that a compiled graph may hold a parameter's storage: it must not be taken away any more."""
     parameter._lazycell_held = True
@@ -262,6 +268,7 @@ def subtree(*cells: nn.Cell) -> Iterator[nn.Cell]:
 
 # A cell's mappings, and the set in which MindSpore notes which parameters of lists it has seen.
 _SEEN = ("_params", "_cells", "_exist_objs")
+_PLAIN = frozenset((bool, int, float, str, type(None)))  # most of what a cell keeps, told apart at once
 
 
 def hidden_parameters(cell: nn.Cell) -> list[Parameter]:
@@ -271,6 +278,8 @@ def hidden_parameters(cell: nn.Cell) -> list[Parameter]:
     seen: set[int] = set()
     while stack:
         value = stack.pop()
+        if type(value) in _PLAIN:
+            continue
         if isinstance(value, Parameter):
             found[id(value)] = value
         elif isinstance(value, Observer):  # a live list, which follows what is used

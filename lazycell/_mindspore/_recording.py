@@ -115,7 +115,8 @@ def hooks_anywhere() -> Iterator[None]:
 
 def trainable_flags(parameters: list[Parameter]) -> list[bool]:
     """Whether each of some parameters requires a gradient; asked at each step, and the property costs three calls."""
-    return [parameter._param_info.requires_grad for parameter in parameters]
+    get = object.__getattribute__  # deferred ones have a slower one, which is for values
+    return [get(parameter, "_param_info").requires_grad for parameter in parameters]
 
 
 class Reached:
@@ -126,8 +127,14 @@ class Reached:
     border.
     """
 
+    _spare = threading.local()
+
     def __init__(self) -> None:
-        self.border = Parameter(Tensor(0.0, mindspore.float32), name="lazycell_border")
+        # One for each thread, as long as it comes back without an error: MindSpore would go on calling its hooks.
+        border, self._spare.border = getattr(self._spare, "border", None), None
+        if border is None:
+            border = Parameter(Tensor(0.0, mindspore.float32), name="lazycell_border")
+        self.border: Parameter = border
         self._parameters: list[Parameter] = []
         self._handles: list[Any] = []
         self._called: list[int] | None = []
@@ -156,5 +163,6 @@ class Reached:
         parameters, self._parameters, self._called = self._parameters, [], None
         if border not in called:
             return [True] * len(parameters)
+        self._spare.border = self.border
         arrived = set(called[: called.index(border)])
         return [id(parameter) in arrived for parameter in parameters]
