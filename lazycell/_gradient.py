@@ -177,7 +177,7 @@ class _GradientFunction:
         self._flags: list[bool] | None
         self._look_again()
         self._frozen = False
-        self._version = -1
+        self._version = -1, -1, False
         self._compiled: tuple[list[int], Callable[..., Any]] | None = None
         self._in_graphs = _InGraphs()
         self._history = History()
@@ -207,7 +207,6 @@ class _GradientFunction:
         listed = isinstance(self._weights, (list, tuple))
         wanted = listed and (participants or not self._has_run) and not internals.gradient_running()
         reached = internals.Reached() if wanted else None
-        self._has_run = True
 
         def forward(*inputs: Any, **named: Any) -> Any:
             outputs = self._fn(*inputs, **named)
@@ -229,6 +228,7 @@ class _GradientFunction:
         finally:
             if reached is not None:
                 active = reached.end()
+        self._has_run = True
         if reached is not None:
             result = self._without_first(result)
             del weights[0]
@@ -299,14 +299,17 @@ class _GradientFunction:
 
     def _something_is_frozen(self) -> bool:
         """Whether a layer has no trainable parameter; where that is asked, is looked up once."""
-        if self._layers is None or self._version != _touching.Structure.version:
-            self._version = _touching.Structure.version
+        version = _touching.Structure.version, _touching.Touches.count, self._has_run
+        if self._layers is None or self._version != version:
+            self._version = version
             if self._layers is None:
                 self._roots = [weakref.ref(cell, self._look_again) for cell in within([self._fn]).cells]
             cells = [cell for cell in (root() for root in self._roots) if cell is not None]
             own = (_touching.own_parameters(cell) for cell in _touching.subtree(*cells))
-            self._layers = [parameters for parameters in own if parameters]
+            is_dead = _deferral.is_deferred if self._has_run else lambda _: False  # nobody knows before
+            self._layers = [parameters for parameters in own if not all(map(is_dead, parameters))]
             self._parameters = [parameter for parameters in self._layers for parameter in parameters]
+            self._flags = None
         flags = internals.trainable_flags(self._parameters)
         if flags != self._flags:
             self._flags = flags

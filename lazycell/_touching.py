@@ -125,6 +125,12 @@ class Structure:
     version = 0
 
 
+class Touches:
+    """Counts first touches, for those who cache what is used."""
+
+    count = 0
+
+
 def touch_order(parameter: Parameter) -> int | None:
     """A number that grows with the time of a parameter's first touch; None before it."""
     return getattr(parameter, "_lazycell_touched", None)
@@ -217,6 +223,7 @@ def touch(parameter: Parameter) -> None:
             else:
                 _postponed.parameters.append(parameter)
             parameter._lazycell_touched = next(_order)
+            Touches.count += 1
             tell("parameter_touched", parameter)
 
 
