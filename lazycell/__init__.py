@@ -1,5 +1,6 @@
 """Lazy parameters for MindSpore: only what ``construct`` uses is allocated, trained and reported."""
 
+from lazycell import layers
 from lazycell._cell import LazyCell, materialize, optional, release, track
 from lazycell._dry_run import dry_run, spec
 from lazycell._errors import LazyCellError, LazyCellWarning, UntouchedError, UntouchedWarning, UnusedLayerWarning
@@ -32,6 +33,7 @@ __all__ = [
     "freeze_state",
     "grad",
     "is_patched",
+    "layers",
     "load_freeze_state",
     "materialize",
     "optional",

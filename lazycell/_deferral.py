@@ -50,7 +50,10 @@ class _Deferred:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         init = copy.deepcopy(self.init_mode.init, memo)
-        return _become_deferred(internals.parameter_without_storage(init, cast(Parameter, self)))
+        return become_deferred(internals.parameter_without_storage(init, cast(Parameter, self), self.shape))
+
+    def _lazycell_require_shape(self) -> None:
+        """Refuse to go on if the shape isn't known yet; here it is."""
 
     def init_data(self, layout: Any = None, set_sliced: bool = False) -> Parameter:
         """Materialize; what MindSpore calls to fill a parameter it finds without values."""
@@ -104,7 +107,8 @@ def _value_method(name: str) -> Callable[..., Any]:
     return method
 
 
-def _deferred_class(native: type) -> type:
+def deferred_class(native: type) -> type:
+    """The class of deferred parameters that are of some native class otherwise."""
     if native not in _classes:
         namespace: dict[str, Any] = {name: _value_method(name) for name in internals.value_dunders(native)}
         namespace |= {"__slots__": (), "_lazycell_native": native}
@@ -114,10 +118,11 @@ def _deferred_class(native: type) -> type:
     return _classes[native]
 
 
-def _become_deferred(parameter: Parameter) -> Parameter:
+def become_deferred(parameter: Parameter) -> Parameter:
+    """Swap the class of a parameter without storage; returns the same object."""
     internals.guard_operators(is_deferred, read)
     if not is_deferred(parameter):
-        parameter.__class__ = _deferred_class(type(parameter))
+        parameter.__class__ = deferred_class(type(parameter))
     return parameter
 
 
@@ -145,9 +150,9 @@ _postponed = _Postponed()
 
 
 @contextmanager
-def no_storage() -> Iterator[None]:
-    """Refuse to materialize anything in this thread: it computes shapes, on a device without storage."""
-    before, _postponed.active = _postponed.active, True
+def no_storage(refused: bool = True) -> Iterator[None]:
+    """Refuse to materialize anything in this thread: it computes shapes, on a device without storage; or allow it."""
+    before, _postponed.active = _postponed.active, refused
     try:
         yield
     finally:
@@ -164,14 +169,26 @@ def materialize(parameter: Parameter) -> None:
 
     Raises:
         LazyCellError: Inside `no_storage`.
+        UntouchedError: The shape isn't known yet.
         Exception: Whatever the initializer raises; the parameter stays deferred then.
     """
     with _lock:
         if is_deferred(parameter):
+            require_shape(parameter)
             _refuse_if_postponed(parameter)
             # The class goes back last, so that no other thread can meet a native class without values.
             internals.fill_storage(type(parameter)._lazycell_native, parameter)
             _become_native(parameter)
+
+
+def require_shape(parameter: Parameter) -> None:
+    """Refuse a parameter whose shape isn't known yet.
+
+    Raises:
+        UntouchedError: It isn't.
+    """
+    if is_deferred(parameter):
+        parameter._lazycell_require_shape()
 
 
 def read(parameter: Parameter) -> None:
@@ -279,7 +296,7 @@ def drop(parameter: Parameter, store: Callable[[], ValueStore]) -> bool:
         if init is None:
             return False
         internals.drop_storage(parameter, init)
-        _become_deferred(parameter)
+        become_deferred(parameter)
         return True
 
 
@@ -294,7 +311,7 @@ def defer(parameter: Parameter, store: Callable[[], ValueStore]) -> None:
         return
     if internals.is_without_storage(parameter) and internals.record_draw(parameter.init_mode):
         internals.set_initializer(parameter, parameter.init_mode)
-        _become_deferred(parameter)
+        become_deferred(parameter)
     else:
         parameter.init_data()
         drop(parameter, store)

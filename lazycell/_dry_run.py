@@ -14,7 +14,7 @@ from typing import Any
 
 import mindspore
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 
 from lazycell import _deferral
 from lazycell import _mindspore as internals
@@ -22,6 +22,8 @@ from lazycell import _touching
 from lazycell._errors import LazyCellError
 from lazycell._listed import NoticingList
 from lazycell._registry import require_tracked
+from lazycell._sizing import when_sized
+from lazycell._unsized import is_unsized
 
 _log = logging.getLogger("lazycell")
 _lock = threading.RLock()  # modes, streams and devices are the process's, not the thread's
@@ -123,9 +125,11 @@ def _run_on_shapes(
         raise LazyCellError(f"{reachable.opaque[0]!r} remembers results, which would not be those of a real call.")
     with ExitStack() as stack:
         stack.enter_context(_touching.storage_postponed())
-        stack.enter_context(internals.moved_to_meta(reachable.tensors))
+        stack.enter_context(internals.moved_to_meta([t for t in reachable.tensors if not is_unsized(t)]))
         stack.enter_context(internals.on_meta())
         stack.enter_context(internals.items_guarded())
+        sized = stack.enter_context(ExitStack())
+        stack.enter_context(when_sized(lambda _, tensors: sized.enter_context(internals.moved_to_meta(tensors))))
         args, named = _replace_tensors((inputs, kwargs), lambda value: _zeros(_spec_of(value)))
         return _replace_tensors(function(*args, **named), _spec_of)
 
@@ -199,10 +203,15 @@ def _unrecorded(cells: list[nn.Cell]) -> Iterator[None]:
 def _values_kept(cells: list[nn.Cell]) -> Iterator[None]:
     """Put back what a forward pass moves: moving statistics, counters, buffers."""
     moving = {id(p): p for current in cells for p in _touching.own_parameters(current) if not p.requires_grad}
-    before = [(parameter, copy.deepcopy(parameter)) for parameter in moving.values()]
+    before = [(parameter, copy.deepcopy(parameter)) for parameter in moving.values() if not is_unsized(parameter)]
     buffers = [(current, name, value.copy()) for current in cells for name, value in internals.buffers(current)]
+
+    def sized(_: list[nn.Cell], parameters: list[Parameter]) -> None:
+        before.extend((parameter, copy.deepcopy(parameter)) for parameter in parameters if not parameter.requires_grad)
+
     try:
-        yield
+        with when_sized(sized):
+            yield
     finally:
         for parameter, value in before:
             if not _deferral.is_deferred(parameter):
@@ -215,8 +224,15 @@ def _values_kept(cells: list[nn.Cell]) -> Iterator[None]:
 def _attributes_kept(reachable: Reachable) -> Iterator[None]:
     """Put back what a forward pass leaves in attributes and containers: caches, running state, counters."""
     before = [(container, copy.copy(container)) for container in reachable.containers]
+    kept_of = {id(container): kept for container, kept in before}
+
+    def sized(cells: list[nn.Cell], _: list[Parameter]) -> None:
+        for cell in cells:  # what a layer has become is nothing to be undone
+            kept_of.get(id(vars(cell)), {}).update(vars(cell))
+
     try:
-        yield
+        with when_sized(sized):
+            yield
     finally:
         for container, kept in before:
             if isinstance(container, list):

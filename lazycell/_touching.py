@@ -218,6 +218,7 @@ def touch(parameter: Parameter) -> None:
     """Note that a parameter takes part in a forward pass, and give it its storage."""
     with lock:
         if not is_touched(parameter):
+            _deferral.require_shape(parameter)
             if _postponed.parameters is None:
                 _deferral.materialize(parameter)
             else:

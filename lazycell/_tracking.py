@@ -186,9 +186,12 @@ class _WatchedConstruct:
         return MethodType(self._function, cell)
 
 
-def _is_outermost(frame: FrameType | None) -> bool:
-    """Whether no tracked cell is being run by this thread, not even one that is settled."""
-    return not any(state_of(cell) for cell in internals.running_cells(frame))
+def _is_outermost(cell: nn.Cell, frame: FrameType | None) -> bool:
+    """Whether no other tracked cell is being run by this thread, not even one that is settled.
+
+    The cell itself is if it was waiting for its sizes when it was called: it is watched from its ``construct`` on.
+    """
+    return not any(state_of(running) for running in internals.running_cells(frame) if running is not cell)
 
 
 def _enter(cell: nn.Cell, outermost: bool, compiles: bool) -> bool:
@@ -223,7 +226,7 @@ def _enter(cell: nn.Cell, outermost: bool, compiles: bool) -> bool:
 def _run(cell: nn.Cell, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a watched cell: note its use, let the real class do the work, and see whether it completes."""
     called = sys._getframe().f_back  # the watched method
-    outermost = _is_outermost(called.f_back if called is not None else None)
+    outermost = _is_outermost(cell, called.f_back if called is not None else None)
     compiles = internals.compiles(method)
     for listener in compilation_listeners if outermost and compiles else ():
         listener(cell, args, kwargs)

@@ -19,10 +19,10 @@ from lazycell import _cli, _demo
 
 PACKAGE = Path(lazycell.__file__).parent
 ORDER = (
-    "_errors", "_mindspore", "_deferral", "_touching", "_history", "_reading", "_tracking", "_construction",
-    "_listed", "_layers", "_registry", "_live", "_cell", "_dry_run", "_freezing", "_aligned", "_gradient", "_groups",
-    "_states", "_optimizer", "_standing_in", "_patch", "_rows", "_html", "_report", "_run", "_demo", "_progress",
-    "_cli", "__main__",
+    "_errors", "_mindspore", "_deferral", "_unsized", "_touching", "_history", "_reading", "_tracking",
+    "_construction", "_sizing", "_listed", "_layers", "_registry", "_live", "_cell", "_dry_run", "_sized_graphs",
+    "layers", "_freezing", "_aligned", "_gradient", "_groups", "_states", "_optimizer", "_standing_in", "_patch",
+    "_rows", "_html", "_report", "_run", "_demo", "_progress", "_cli", "__main__",
 )  # fmt: skip
 INTERNALS = (
     "_versions", "_construction", "_optimizers", "_running", "_graphs", "_storage", "_meta", "_draws", "_recording",
@@ -50,6 +50,7 @@ def test_public_names() -> None:
         "freeze_state",
         "grad",
         "is_patched",
+        "layers",
         "load_freeze_state",
         "materialize",
         "optional",

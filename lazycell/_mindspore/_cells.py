@@ -117,6 +117,12 @@ def replace_parameters(cell: nn.Cell, table: dict[int, Parameter]) -> None:
     _map_parameters(cell, lambda parameter, place: table.get(id(parameter), parameter))
 
 
+@functools.cache
+def attributes_of_all() -> frozenset[str]:
+    """The attributes that every cell has from the start, whatever its class."""
+    return frozenset(vars(nn.Cell()))
+
+
 _Replace = Callable[[Parameter, Place], Parameter]
 
 

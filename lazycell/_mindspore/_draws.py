@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import mindspore
 import numpy as np
 from mindspore import Tensor
 from mindspore.common import initializer as _initializers
@@ -23,6 +24,17 @@ _ONE_DRAW = frozenset(
         "HeNormal", "HeUniform", "Orthogonal", "VarianceScaling",
     )
 )  # fmt: skip
+
+
+def random_state() -> tuple[Any, Any]:
+    """Where the global random streams stand that layers draw from as they are built."""
+    return np.random.get_state(), mindspore.get_rng_state()
+
+
+def set_random_state(state: tuple[Any, Any]) -> None:
+    """Put the global random streams where they stood."""
+    np.random.set_state(state[0])
+    mindspore.set_rng_state(state[1])
 
 
 def _definition(init: Initializer) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import sys
 import time
 import weakref
@@ -13,6 +14,7 @@ from typing import Any
 
 from mindspore import Parameter, nn
 
+from lazycell._mindspore._construction import replace_attribute
 from lazycell._mindspore._running import asked_by, is_compiling, module_of, stack
 from lazycell._mindspore._versions import api
 
@@ -162,6 +164,56 @@ def must_be_filled(parameter: Parameter, frame: FrameType | None) -> bool:
         return True
     finished = finished_graph(listing)
     return finished is not None and any(parameter is used for used in finished[1])
+
+
+def filled_by_library(frame: FrameType | None) -> bool:
+    """Whether MindSpore asks a parameter to fill itself on its way, rather than the user; ``frame`` is what asks."""
+    return frame is not None and module_of(frame).startswith("mindspore.")
+
+
+class BeforeCompilation:
+    """Has a function called with whatever is about to be compiled, cell or function, and its arguments.
+
+    MindSpore tells nobody before it parses. For as long as this is installed, the methods that compile are replaced.
+    """
+
+    def __init__(self, callback: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
+        self._callback = callback
+        self._undo: list[Callable[[], bool]] = []
+
+    def install(self) -> None:
+        """Replace the methods; doing it twice is doing it once."""
+        if not self._undo:
+            self._undo.append(replace_attribute(type(api._cell_graph_executor), "compile", self._cells()))
+            self._undo.append(replace_attribute(api._JitExecutor, "compile", self._functions()))
+
+    def remove(self) -> None:
+        """Put the methods back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _cells(self) -> Callable[..., Any]:
+        native, callback = type(api._cell_graph_executor).compile, self._callback
+        options = set(inspect.signature(native).parameters)
+
+        @functools.wraps(native)
+        def compile_cell(executor: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+            callback(obj, args, {name: value for name, value in kwargs.items() if name not in options})
+            return native(executor, obj, *args, **kwargs)
+
+        return compile_cell
+
+    def _functions(self) -> Callable[..., Any]:
+        native, callback = api._JitExecutor.compile, self._callback
+        options = set(inspect.signature(native).parameters)
+
+        @functools.wraps(native)
+        def compile_function(executor: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+            function = executor.fn if executor.obj is None else functools.partial(executor.fn, executor.obj)
+            callback(function, args, {name: value for name, value in kwargs.items() if name not in options})
+            return native(executor, method_name, *args, **kwargs)
+
+        return compile_function
 
 
 class ForwardGraphs:

@@ -22,16 +22,39 @@ HAS_META = hasattr(mindspore, "DeviceCtx") and not mindspore.__version__.startsw
 _HOOKS = ("_lazy_forward_pre_hook", "_lazy_forward_hook", "_lazy_backward_pre_hook", "_lazy_backward_hook")
 
 
-def on_meta() -> AbstractContextManager[Any]:
-    """A context in which operators compute shapes only."""
-    return cast(AbstractContextManager[Any], mindspore.DeviceCtx("meta"))
-
-
 class _OnMeta(threading.local):
     active = False
 
 
 _on_meta = _OnMeta()
+_META = "meta"
+_devices: list[str] = []  # those that contexts were entered from
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """A context in which operators compute shapes only."""
+    _devices.append(mindspore.get_context("device_target"))
+    try:
+        with mindspore.DeviceCtx(_META):
+            yield
+    finally:
+        _devices.pop()
+
+
+@contextmanager
+def off_meta() -> Iterator[None]:
+    """Inside a context of `on_meta`, one in which tensors have storage as usual; elsewhere nothing."""
+    device = next((name for name in reversed(_devices) if name != _META), None)
+    if device is None:
+        yield
+        return
+    active, _on_meta.active = _on_meta.active, False
+    try:
+        with mindspore.DeviceCtx(device):
+            yield
+    finally:
+        _on_meta.active = active
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import mindspore
 from mindspore import Parameter, Tensor
-from mindspore.common.initializer import Initializer
+from mindspore.common.initializer import Initializer, Zero
 
 from lazycell._mindspore._versions import api
 
@@ -25,9 +25,9 @@ def tensor_without_storage(shape: tuple[int, ...], dtype: Any, init: Initializer
     return Tensor(shape=shape, dtype=dtype, init=init)
 
 
-def parameter_without_storage(init: Initializer, like: Parameter) -> Parameter:
-    """A new parameter of the shape, dtype, name and flags of another, holding no memory."""
-    tensor = tensor_without_storage(like.shape, like.init_mode.dtype, init)
+def parameter_without_storage(init: Initializer, like: Parameter, shape: tuple[int, ...]) -> Parameter:
+    """A new parameter of the dtype, name and flags of another, holding no memory."""
+    tensor = tensor_without_storage(shape, like.init_mode.dtype, init)
     parameter = Parameter.__new__(_WithoutStorage, tensor)
     Parameter.__init__(parameter, tensor, like.name, like.requires_grad, like.layerwise_parallel)
     if parameter.dtype != like.dtype:
@@ -39,6 +39,37 @@ def set_initializer(parameter: Parameter, tensor: Tensor) -> None:
     """Let a parameter without storage take the initializer of a tensor, which may belong to others as well."""
     parameter.init = tensor.init
     parameter.init_mode = tensor_without_storage(tensor.shape, tensor.dtype, tensor.init)
+
+
+def nominal_shape(parameter: Parameter) -> tuple[int, ...]:
+    """What MindSpore holds for the shape of a parameter, whatever its class answers."""
+    return tuple(object.__getattribute__(parameter, "shape"))
+
+
+def copy_without_shape(parameter: Parameter) -> Parameter:
+    """A copy of a parameter that has a shape in name only, with neither its values nor its initializer."""
+    tensor = parameter if parameter.init_mode is None else parameter.init_mode
+    like = tensor_without_storage(nominal_shape(parameter), tensor.dtype, Zero())
+    copied = Parameter.__new__(_WithoutStorage, like)
+    Parameter.__init__(copied, like, parameter.name, parameter.requires_grad, parameter.layerwise_parallel)
+    if copied.dtype != parameter.dtype:
+        copied.set_dtype(parameter.dtype)
+    return copied
+
+
+def give_shape(native: type, parameter: Parameter, like: Parameter) -> None:
+    """Let a parameter have the shape of another, and its values or its initializer; a dtype set meanwhile stays."""
+    before = None if parameter.init_mode is None else parameter.init_mode.dtype
+    dtype = parameter.dtype
+    if like.has_init:
+        tensor = tensor_without_storage(like.shape, like.init_mode.dtype, like.init)
+        native.assign_value(parameter, tensor)  # type: ignore[attr-defined]
+        set_initializer(parameter, tensor)
+    else:
+        assign_storage(native, parameter, like)
+    parameter.param_info.parameter_shape = like.shape
+    if before is not None and dtype != before:
+        parameter.set_dtype(dtype)
 
 
 def drop_storage(parameter: Parameter, init: Initializer) -> None:
@@ -123,6 +154,21 @@ _STRUCTURAL = frozenset(
     __sizeof__ __str__ __subclasshook__ __weakref__
     """.split()
 )
+
+
+# What tells a parameter's shape.
+SHAPE = frozenset("cache_shape dim nbytes ndim ndimension nelement numel shape size".split())
+
+# Where MindSpore looks at a parameter's shape because a value is about to be loaded into it, and the value's name.
+_LOADERS = {"_update_param": "new_param", "_load_from_state_dict": "input_param"}
+
+
+def about_to_be_loaded(frame: FrameType | None) -> Tensor | None:
+    """The value that MindSpore's function, whose frame asks for a parameter's shape, is about to load into it."""
+    if frame is None or not str(frame.f_globals.get("__name__")).startswith("mindspore."):
+        return None
+    value = frame.f_locals.get(_LOADERS.get(frame.f_code.co_name, ""))
+    return value if isinstance(value, Tensor) else None
 
 
 _guarded: list[bool] = []

@@ -1,0 +1,411 @@
+"""Layers that infer their sizes: what waits for them, and becomes the eager layer once something tells them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+from mindspore import Parameter, nn
+
+from lazycell import _construction, _deferral
+from lazycell import _mindspore as internals
+from lazycell import _touching, _tracking
+from lazycell._errors import LazyCellError, UntouchedError
+from lazycell._unsized import (
+    become_unsized,
+    give_nominal_shape,
+    give_shape,
+    is_unsized,
+    sizing_of,
+)
+
+_KEY = "_lazycell_sizing"
+_MISSING = object()
+
+_UNKNOWN = """\
+{name} has neither shape nor values yet: {layer} infers {sizes} from its first input. Before you ask, call the net \
+once, or lazycell.dry_run(net, inputs), or load a checkpoint."""
+
+_UNFIT = """\
+{name} of {layer} can't have the shape {shape}: {why}. The layer still waits for {sizes}."""
+
+_NO_BUILD = """\
+{layer} got {given} from its first input, with which it can't be built: {error}"""
+
+
+class Settled(threading.local):
+    """Whom to tell in this thread that a layer has got its sizes: of its cells, and of its parameters."""
+
+    listeners: tuple[Callable[[list[nn.Cell], list[Parameter]], None], ...] = ()
+
+
+_settled = Settled()
+
+
+@contextmanager
+def when_sized(listener: Callable[[list[nn.Cell], list[Parameter]], None]) -> Iterator[None]:
+    """Have a function called, inside, whenever this thread has given a layer its sizes."""
+    before = _settled.listeners
+    _settled.listeners = (*before, listener)
+    try:
+        yield
+    finally:
+        _settled.listeners = before
+
+
+class WaitingLayer:
+    """What a layer that waits for its sizes knows: how to be built again, from the same random numbers.
+
+    The layer itself was built with nominal sizes, as nobody knows better. Once the sizes are known, a twin is built
+    where the random streams stood. What the sizes decide goes over from it: the shapes and initial values of
+    parameters, and the attributes that nobody has changed meanwhile.
+    """
+
+    all: weakref.WeakSet[WaitingLayer] = weakref.WeakSet()
+
+    def __init__(self, cell: nn.Cell, eager: type, arguments: dict[str, Any]) -> None:
+        self.cell: Callable[[], nn.Cell | None] = weakref.ref(cell)
+        self.eager = eager
+        self.lazy = type(cell).__name__
+        self.sizes: tuple[str, ...] = cell.sizes
+        self.arguments = arguments
+        self.nominal: dict[str, Any] = type(cell).nominal(arguments)
+        self.random = internals.random_state()
+        self._build_on(cell)
+        WaitingLayer.all.add(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WaitingLayer:
+        copied = WaitingLayer.__new__(WaitingLayer)
+        memo[id(self)] = copied
+        copied.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        twin = memo.get(id(self.cell()))  # copy.deepcopy() notes a new object before it copies its parts
+        copied.cell = _nothing if twin is None else weakref.ref(twin)
+        WaitingLayer.all.add(copied)
+        on_waiting()
+        return copied
+
+    def _call_arguments(self, sizes: dict[str, Any]) -> inspect.BoundArguments:
+        signature = _signature(self.eager)
+        given = {**self.arguments, **sizes}
+        ordered = OrderedDict((name, given[name]) for name in signature.parameters if name in given)
+        return inspect.BoundArguments(signature, ordered)
+
+    def _build_on(self, cell: nn.Cell) -> None:
+        """Let the eager class's ``__init__`` run on the waiting cell, and take note of what it has made."""
+        bound = self._call_arguments(self.nominal)
+        self.eager.__init__(cell, *bound.args, **bound.kwargs)  # type: ignore[misc]
+        given = list(_inside(self.arguments, nn.Cell))
+        others = {id(inner) for outer in given for _, inner in outer.cells_and_names()}
+        theirs = {id(parameter) for outer in given for parameter, _ in internals.parameters_held(outer)}
+        self.parameters = [parameter for parameter, _ in internals.parameters_held(cell)]
+        self.attributes = {
+            name: _own_attributes(inner) for name, inner in cell.cells_and_names() if id(inner) not in others
+        }
+        for parameter in self.parameters:
+            if id(parameter) not in theirs and not is_unsized(parameter):
+                become_unsized(parameter, self)
+        for name in self.sizes:
+            vars(cell).pop(name, None)
+
+    def _twin(self, sizes: dict[str, Any]) -> nn.Cell:
+        """The eager layer, built where and as this one was; the random streams stand afterwards where they do now."""
+        arguments = {name: _with_cells_copied(value) for name, value in self.arguments.items()}
+        bound = self._call_arguments(sizes | {name: arguments[name] for name in arguments})
+        now = internals.random_state()
+        with internals.off_meta(), _deferral.no_storage(False), _construction.constructing():
+            internals.set_random_state(self.random)
+            try:
+                return self.eager(*bound.args, **bound.kwargs)
+            finally:
+                internals.set_random_state(now)
+
+    def error(self, parameter: Parameter) -> UntouchedError:
+        """What to raise if somebody needs a shape or values."""
+        return self.untouched(parameter.name)
+
+    def untouched(self, name: str) -> UntouchedError:
+        """What to raise if somebody needs what only the eager layer has."""
+        return UntouchedError(_UNKNOWN.format(name=name, layer=self.lazy, sizes=" and ".join(self.sizes)))
+
+    # Getting sizes
+
+    def size_by_inputs(self, cell: nn.Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the sizes that the first input tells."""
+        sizes = cell.infer(*args, **kwargs)
+        if not isinstance(sizes, dict) or set(sizes) != set(self.sizes):
+            raise TypeError(f"{self.lazy}.infer() must give {list(self.sizes)} as a dict, but gave {sizes!r}.")
+        try:
+            self.settle(sizes)
+        except (TypeError, ValueError) as error:
+            given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            raise LazyCellError(_NO_BUILD.format(layer=self.lazy, given=given, error=error)) from error
+
+    def size_by_parameter(self, parameter: Parameter, shape: tuple[int, ...]) -> None:
+        """Take the sizes that a parameter's value tells, one that is loaded."""
+        cell = self.cell()
+        index = next(i for i, known in enumerate(self.parameters) if known is parameter)
+        told = {} if cell is None else cell.infer_from_parameter(self._attribute(cell, parameter), shape)
+        if told is None:
+            told = self._solve(index, shape)
+        if not told and shape == internals.nominal_shape(parameter):
+            give_nominal_shape(parameter)  # no size decides it
+            return
+        twin = self._twin(told) if set(told) == set(self.sizes) else None
+        if twin is None or tuple(internals.parameters_held(twin)[index][0].shape) != shape:
+            raise self._unfit(parameter, shape, "no size gives it" if twin else "it doesn't tell all sizes")
+        self.settle(told, twin)
+
+    def _unfit(self, parameter: Parameter, shape: tuple[int, ...], why: str) -> LazyCellError:
+        words = {"name": parameter.name, "layer": self.lazy, "shape": shape, "why": why}
+        return LazyCellError(_UNFIT.format(sizes=" and ".join(self.sizes), **words))
+
+    def _attribute(self, cell: nn.Cell, parameter: Parameter) -> str:
+        """The name by which the layer knows a parameter."""
+        names = (name for name, known in cell.parameters_and_names() if known is parameter)
+        return next(names, "")
+
+    def _solve(self, index: int, shape: tuple[int, ...]) -> dict[str, Any]:
+        """The sizes with which a parameter has a given shape, as far as it tells: dimensions grow evenly with sizes."""
+        known = self._shape_with(self.nominal, index)
+        told: dict[str, Any] = {}
+        for name, nominal in self.nominal.items():
+            other = self._shape_with({**self.nominal, name: 2 * nominal}, index)
+            for at_nominal, at_twice, wanted in zip(known, other, shape):
+                if at_twice != at_nominal:
+                    told[name] = max(nominal * (wanted - 2 * at_nominal + at_twice) // (at_twice - at_nominal), 1)
+        return told
+
+    def _shape_with(self, sizes: dict[str, Any], index: int) -> tuple[int, ...]:
+        return tuple(internals.parameters_held(self._twin(sizes))[index][0].shape)
+
+    def settle(self, sizes: dict[str, Any], twin: nn.Cell | None = None) -> None:
+        """Become the eager layer."""
+        twin = self._twin(sizes) if twin is None else twin
+        fresh = [parameter for parameter, _ in internals.parameters_held(twin)]
+        cell = self.cell()
+        inside = [] if cell is None else [(name, inner) for name, inner in cell.cells_and_names()]
+        twins = dict(twin.cells_and_names())
+        for name, inner in inside:
+            if name in twins:
+                self._size_foreign(inner, twins[name])
+        sized = [(known, new) for known, new in zip(self.parameters, fresh) if self._is_mine(known)]
+        for known, new in sized:
+            give_shape(known, new)
+        for name, inner in inside:
+            if name in twins and name in self.attributes:
+                _take_attributes(inner, self.attributes[name], twins[name])
+        if cell is not None:
+            del cell.__dict__[_KEY]
+            cell.__class__ = self.eager
+            _tracking.watch(cell)
+        WaitingLayer.all.discard(self)
+        for listener in _settled.listeners:
+            listener([inner for _, inner in inside], [known for known, _ in sized])
+
+    def _is_mine(self, parameter: Parameter) -> bool:
+        return is_unsized(parameter) and sizing_of(parameter) is self
+
+    def _size_foreign(self, cell: nn.Cell, twin: nn.Cell) -> None:
+        """Size what another waiting layer has put in the place of a parameter."""
+        for name, parameter in list(OrderedDict.items(cell._params)):
+            other = OrderedDict.get(twin._params, name)
+            if other is not None and is_unsized(parameter) and not self._is_mine(parameter):
+                sizing_of(parameter).size_by_parameter(parameter, tuple(other.shape))
+
+
+def _nothing() -> None:
+    """What a reference to a cell that is gone gives."""
+
+
+def _signature(eager: type) -> inspect.Signature:
+    """The arguments of a class's ``__init__`` without ``self``."""
+    signature = inspect.signature(eager.__init__)  # type: ignore[misc]
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def _inside(value: Any, kind: Any) -> Iterator[Any]:
+    """The objects of some kind in an argument or an attribute, in containers as well."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _inside(item, kind)
+
+
+def _holds(value: Any, kind: Any) -> bool:
+    return next(_inside(value, kind), None) is not None
+
+
+def _with_cells_copied(value: Any) -> Any:
+    """An argument for the twin, which would rename the parameters of cells that it is given."""
+    return copy.deepcopy(value) if _holds(value, nn.Cell) else value
+
+
+def _own_attributes(cell: nn.Cell) -> dict[str, Any]:
+    """What a cell's own class has set."""
+    common = internals.attributes_of_all()
+    return {
+        name: value for name, value in vars(cell).items() if name not in common and not name.startswith("_lazycell")
+    }
+
+
+def _take_attributes(cell: nn.Cell, before: dict[str, Any], twin: nn.Cell) -> None:
+    """Let a cell have a twin's attributes, except those that were changed since they were what ``before`` says."""
+    for name, value in _own_attributes(twin).items():
+        unchanged = vars(cell).get(name, _MISSING) is before.get(name, _MISSING) or name not in vars(cell)
+        if unchanged and not _holds(value, (nn.Cell, Parameter)):  # these are in place already
+            setattr(cell, name, value)
+
+
+# ---------------------------------------------------------------------------------------------
+# Cells that wait
+
+
+def waiting_layer(cell: nn.Cell) -> WaitingLayer | None:
+    """What a cell that waits for its sizes knows; None for others."""
+    found: WaitingLayer | None = cell.__dict__.get(_KEY)
+    return found
+
+
+_waiting_classes: dict[type, type] = {}
+
+
+class _WaitingConstruct:
+    """``construct`` of a waiting cell: the first input gives the sizes, and goes on to the eager layer."""
+
+    def __init__(self, lazy: Any) -> None:
+        @functools.wraps(lazy.construct)
+        def waiting_construct(cell: nn.Cell, *args: Any, **kwargs: Any) -> Any:
+            with _touching.lock:
+                waiting = waiting_layer(cell)
+                if waiting is not None:
+                    waiting.size_by_inputs(cell, args, kwargs)
+            return cell.construct(*args, **kwargs)
+
+        self._lazy = lazy
+        self._function = waiting_construct
+
+    def __get__(self, cell: nn.Cell | None, owner: type) -> Any:
+        if cell is None:
+            return self._lazy.construct
+        waiting = waiting_layer(cell)
+        if waiting is not None and internals.parser_asks(sys._getframe().f_back):
+            raise waiting.untouched("a layer in a graph")
+        return MethodType(self._function, cell)
+
+
+def _waiting_class(lazy: Any, eager: type) -> type:
+    """The class of cells that wait; tracked as a watched cell of the eager class, which its own call unwatches."""
+    if lazy not in _waiting_classes:
+
+        def __getattr__(cell: nn.Cell, name: str) -> Any:
+            waiting = cell.__dict__.get(_KEY)
+            if waiting is not None and name in waiting.sizes:
+                raise waiting.untouched(name)
+            return lazy.__getattr__(cell, name)
+
+        def extend_repr(cell: nn.Cell) -> str:
+            waiting = cell.__dict__[_KEY]
+            shown = dict.fromkeys(waiting.sizes, "?") | waiting.arguments
+            return ", ".join(f"{name}={value}" for name, value in shown.items())
+
+        names = {"__module__": lazy.__module__, "__qualname__": lazy.__qualname__, "__doc__": lazy.__doc__}
+        namespace = {"__slots__": (), "_lazycell_native": eager, "construct": _WaitingConstruct(lazy), **names}
+        namespace |= {"__getattr__": __getattr__, "extend_repr": extend_repr}
+        _waiting_classes[lazy] = internals.subclass_unseen(lazy, namespace)
+    return _waiting_classes[lazy]
+
+
+class LazyShapeMixin:
+    """Makes a lazy layer of an eager one: it infers arguments of ``__init__`` from its first input.
+
+    List it before the eager class, say in ``sizes`` which arguments are inferred, and in ``infer`` how. The layer
+    takes the other arguments. Until the first input, a dry run or a checkpoint tells the sizes, its parameters have a
+    name and no shape; then it becomes an instance of the eager class, with the initial values that this would have
+    had in its place.
+
+    Attributes:
+        sizes: Names of the arguments of the eager class's ``__init__`` that are inferred.
+
+    Example:
+        >>> import lazycell, mindspore as ms
+        >>> from mindspore import nn
+        >>> class Scale(nn.Cell):
+        ...     def __init__(self, channels, init="ones"):
+        ...         super().__init__()
+        ...         self.factor = ms.Parameter(ms.common.initializer.initializer(init, (channels,)), name="factor")
+        ...     def construct(self, x):
+        ...         return x * self.factor
+        >>> class LazyScale(lazycell.layers.LazyShapeMixin, Scale):
+        ...     sizes = ("channels",)
+        ...     def infer(self, x):
+        ...         return {"channels": x.shape[-1]}
+        >>> layer = LazyScale()
+        >>> layer
+        LazyScale(channels=?)
+        >>> y = layer(ms.ops.ones((2, 5)))
+        >>> type(layer) is Scale, layer.factor.shape
+        (True, (5,))
+    """
+
+    __module__ = "lazycell.layers"
+
+    sizes: tuple[str, ...] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        eager = _eager_class(cls)
+        if eager is not None and "__init__" not in vars(cls):
+            kept = [p for p in _signature(eager).parameters.values() if p.name not in cls.sizes]
+            cls.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        internals.require_known_internals()
+        cell: Any = self
+        eager = _eager_class(type(self))
+        if eager is None or not self.sizes:
+            raise TypeError(f"{type(self).__name__} must name an eager layer after LazyShapeMixin, and its sizes.")
+        signature = _signature(eager)
+        kept = [p for p in signature.parameters.values() if p.name not in self.sizes]
+        arguments = dict(inspect.Signature(kept).bind(*args, **kwargs).arguments)
+        with _construction.constructing():
+            waiting = WaitingLayer(cell, eager, arguments)
+            cell.__dict__[_KEY] = waiting
+            cell.__class__ = _waiting_class(type(self), eager)
+        on_waiting()
+
+    def infer(self, *inputs: Any, **kwargs: Any) -> dict[str, Any]:
+        """The sizes, by name, that the first inputs of ``construct`` tell; raise an error if these can't be right."""
+        name, sizes = type(self).__name__, ", ".join(self.sizes)
+        raise NotImplementedError(f"{name} must say how it infers {sizes}: define infer().")
+
+    def infer_from_parameter(self, name: str, shape: tuple[int, ...]) -> dict[str, Any] | None:
+        """The sizes that the shape of a loaded parameter tells; None to have them found out.
+
+        They are found if each dimension is a size times something, plus something.
+        """
+        return None
+
+    @classmethod
+    def nominal(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Sizes with which the layer can be built as long as nobody knows them; 1, unless a class says otherwise."""
+        return dict.fromkeys(cls.sizes, 1)
+
+
+def _eager_class(cls: type) -> Any:
+    """The class that a lazy layer becomes: the one that follows the mixin."""
+    order = cls.__mro__
+    following = order[order.index(LazyShapeMixin) + 1]
+    return following if issubclass(following, nn.Cell) else None
+
+
+on_waiting: Callable[[], None] = _nothing  # called when a layer begins to wait; _sized_graphs puts its own here
