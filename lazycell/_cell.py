@@ -7,10 +7,16 @@ from typing import Any, TypeVar
 from mindspore import nn
 
 from lazycell import _construction, _deferral, _touching, _tracking
+from lazycell._errors import UntouchedError, the_first
 from lazycell._live import TouchedParameters, trainable_params
 from lazycell._registry import require_cell, require_tracked
+from lazycell._sizing import waiting_layer
 
 C = TypeVar("C", bound=nn.Cell)
+
+_WAITS = """\
+{name} can't be allocated yet: the first input gives the sizes of {layers}. Call the net once, or \
+lazycell.dry_run(net, inputs), or load a checkpoint."""
 
 
 class LazyCell(nn.Cell):  # type: ignore[misc]
@@ -93,7 +99,12 @@ def materialize(cell: nn.Cell) -> None:
 
     Raises:
         TypeError: ``cell`` is no cell.
+        UntouchedError: Layers in it wait for their sizes; nothing has been allocated then.
     """
+    inside = require_cell(cell).cells_and_names()
+    waiting = [name or type(inner).__name__ for name, inner in inside if waiting_layer(inner)]
+    if waiting:
+        raise UntouchedError(_WAITS.format(name=type(cell).__name__, layers=the_first(waiting)))
     for current in list(_touching.subtree(require_cell(cell))):
         for parameter in _touching.own_parameters(current) + _touching.hidden_parameters(current):
             _deferral.materialize(parameter)

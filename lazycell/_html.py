@@ -192,7 +192,7 @@ def _row(row: LayerRow, total: int, link: str = "") -> str:
         f'<span class="name">{_name(row, link)} {_tag(row)}</span>',
         f'<span class="where"><span class="u">assigned at </span>{_place(row.where)}</span>' if row.where else "",
         f'<span class="state" data-state="{escape(row.state)}">{escape(row.state)}</span>',
-        *(_figures(row, total) if row.total_parameters else ['<span class="count none">no parameters</span>']),
+        *(_figures(row, total) if row.total_parameters else [f'<span class="count none">{_none(row)}</span>']),
     ]
     if row.reason or row.detail:
         cells.append(f'<span class="why">{_why(row)}</span>')
@@ -237,20 +237,26 @@ def _tag(row: LayerRow) -> str:
     return '<span class="tag not">unused</span>'
 
 
+def _none(row: LayerRow) -> str:
+    """What stands where there are no figures."""
+    return "no parameters" if row.sized else "sizes not known yet"
+
+
 def _figures(row: LayerRow, total: int) -> Iterator[str]:
     """Parameters and bytes of a layer and all below it, and the bar: what is allocated, then what is deferred."""
     own = ""
     if 0 < row.num_parameters < row.total_parameters:
         own = f' <span class="part">{row.num_parameters:,} its own</span>'
     words = " parameter" if row.total_parameters == 1 else " parameters"
-    yield f'<span class="count">{row.total_parameters:,}<span class="u">{words}</span>{own}</span>'
+    more = "" if row.sized else " + ?"
+    yield f'<span class="count">{row.total_parameters:,}{more}<span class="u">{words}</span>{own}</span>'
     deferred = ' <span class="u">deferred</span>'
     if row.deferred_nbytes < row.total_nbytes:
         deferred = f' <span class="part">{format_bytes(row.deferred_nbytes)} deferred</span>'
     shares = (row.total_nbytes - row.deferred_nbytes, row.deferred_nbytes)
     a, d = (f"{max(100 * share / total, 2):.3g}%" if share else "0" for share in shares)  # at least to be seen
     yield f'<span class="bar" aria-hidden="true" style="--a:{a};--d:{d}"></span>'
-    yield f'<span class="bytes">{format_bytes(row.total_nbytes)}{deferred if row.deferred_nbytes else ""}</span>'
+    yield f'<span class="bytes">{format_bytes(row.total_nbytes)}{more}{deferred if row.deferred_nbytes else ""}</span>'
 
 
 _TOOLS = """<search class="tools" id="tools" hidden>

@@ -12,6 +12,7 @@ from mindspore import Parameter, nn
 from lazycell import _deferral
 from lazycell._listed import is_listed
 from lazycell._touching import CellState, own_children, own_parameters, state_of, touch_order
+from lazycell._unsized import is_unsized, num_bytes, num_elements
 
 _UNKNOWN = float("inf")  # used, but nobody knows when
 
@@ -40,6 +41,7 @@ class LayerRecord:
         trainable: Whether one of its own parameters requires a gradient.
         order: Position in the order of first use, from 0; None for an unused layer.
         where: ``"file.py:12"``, the line at which it was assigned; None if that wasn't seen.
+        sized: Whether the shapes of its own parameters are known. Those that wait for a first input count 0.
     """
 
     __module__ = "lazycell"
@@ -52,6 +54,7 @@ class LayerRecord:
     trainable: bool
     order: int | None
     where: str | None
+    sized: bool = True
 
 
 @dataclass(eq=False)
@@ -149,11 +152,12 @@ def record(node: Node, order: int | None = None, parameters: list[Parameter] | N
         name=node.name,
         cls_name=type(node.cell).__name__,
         state=layer_state(node),
-        num_parameters=sum(p.size for p in counted),
-        nbytes=sum(p.nbytes for p in counted),
+        num_parameters=sum(map(num_elements, counted)),
+        nbytes=sum(map(num_bytes, counted)),
         trainable=any(p.requires_grad for p in counted),
         order=order,
         where=node.state.where if node.state is not None else None,
+        sized=not any(map(is_unsized, counted)),
     )
 
 

@@ -14,6 +14,7 @@ from lazycell import _touching, _tracking
 from lazycell._errors import LazyCellError, UnusedLayerWarning, warn
 from lazycell._layers import LayerRecord, Node, record, records, tree
 from lazycell._touching import Structure, is_touched, own_parameters, state_of
+from lazycell._unsized import num_bytes, num_elements
 
 
 def require_cell(cell: object) -> nn.Cell:
@@ -98,32 +99,32 @@ class LayerRegistry:
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters."""
-        return sum(p.size for p in self._parameters())
+        return sum(map(num_elements, self._parameters()))
 
     @property
     def touched_parameters(self) -> int:
         """Elements of the touched parameters."""
-        return sum(p.size for p in self._parameters() if is_touched(p))
+        return sum(num_elements(p) for p in self._parameters() if is_touched(p))
 
     @property
     def untouched_parameters(self) -> int:
         """Elements of the untouched parameters."""
-        return sum(p.size for p in self._parameters() if not is_touched(p))
+        return sum(num_elements(p) for p in self._parameters() if not is_touched(p))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all parameters."""
-        return sum(p.nbytes for p in self._parameters())
+        return sum(map(num_bytes, self._parameters()))
 
     @property
     def deferred_nbytes(self) -> int:
         """Bytes that aren't allocated."""
-        return sum(p.nbytes for p in self._parameters() if _deferral.is_deferred(p))
+        return sum(num_bytes(p) for p in self._parameters() if _deferral.is_deferred(p))
 
     @property
     def allocated_nbytes(self) -> int:
         """Bytes of the parameters that have storage."""
-        return sum(p.nbytes for p in self._parameters() if not _deferral.is_deferred(p))
+        return sum(num_bytes(p) for p in self._parameters() if not _deferral.is_deferred(p))
 
     def on_touch(self, callback: Callable[[LayerRecord], None]) -> TouchHandle:
         """Have a function called once for each layer, at its first use from now on.
@@ -252,6 +253,13 @@ def format_bytes(nbytes: int) -> str:
     return f"{size:.3g} {unit}"
 
 
+def sizes_in_words(num_parameters: int, nbytes: int, sized: bool = True) -> tuple[str, str]:
+    """Columns with numbers of parameters and of bytes; of some nobody may know them yet."""
+    if sized:
+        return (f"{num_parameters:,}", format_bytes(nbytes)) if num_parameters else ("-", "-")
+    return (f"{num_parameters:,} + ?", f"{format_bytes(nbytes)} + ?") if num_parameters else ("?", "?")
+
+
 def shorten(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width // 2 - 1] + ".." + text[-(width - width // 2 - 1) :]
 
@@ -278,19 +286,17 @@ def _table(nodes: list[Node]) -> str:
 
 
 def _row(layer: LayerRecord) -> tuple[str, ...]:
-    size, nbytes = f"{layer.num_parameters:,}", format_bytes(layer.nbytes)
-    if not layer.num_parameters:
-        size = nbytes = "-"
+    size, nbytes = sizes_in_words(layer.num_parameters, layer.nbytes, layer.sized)
     return layer.name, layer.cls_name, layer.state.value, size, nbytes
 
 
 def _summary(nodes: list[Node]) -> list[str]:
     parameters = [parameter for node in nodes for parameter in node.parameters]
     used = sum(node.order is not None for node in nodes[1:])
-    touched = sum(p.size for p in parameters if is_touched(p))
-    deferred = sum(p.nbytes for p in parameters if _deferral.is_deferred(p))
-    total = sum(p.nbytes for p in parameters)
-    sizes = f"{touched:,} of {sum(p.size for p in parameters):,} parameters touched"
+    touched = sum(num_elements(p) for p in parameters if is_touched(p))
+    deferred = sum(num_bytes(p) for p in parameters if _deferral.is_deferred(p))
+    total = sum(num_bytes(p) for p in parameters)
+    sizes = f"{touched:,} of {sum(num_elements(p) for p in parameters):,} parameters touched"
     return [
         f"{used} of {len(nodes) - 1} layers used; {sizes}",
         f"{format_bytes(total - deferred)} allocated, {format_bytes(deferred)} deferred",
@@ -342,9 +348,12 @@ def _parameters_of(nodes: list[Node]) -> list[Parameter]:
 
 
 def _describe(layer: LayerRecord) -> str:
-    size = f"{layer.num_parameters:,} parameters, {format_bytes(layer.nbytes)}"
+    number, nbytes = sizes_in_words(layer.num_parameters, layer.nbytes, layer.sized)
+    size = f"{number} parameters, {nbytes}" if layer.num_parameters or not layer.sized else "no parameters"
+    if number == nbytes == "?":
+        size = "parameters whose shape isn't known yet"
     where = f", assigned at {layer.where}" if layer.where else ""
-    return f"  {layer.name} ({layer.cls_name}): {size if layer.num_parameters else 'no parameters'}{where}"
+    return f"  {layer.name} ({layer.cls_name}): {size}{where}"
 
 
 def warn_of_unused(cell: nn.Cell) -> None:
@@ -380,7 +389,7 @@ def _warn_of(root: Node) -> None:
     if not unused:
         return
     layers = tuple(record(node, parameters=_parameters_of(unused_below([node]))) for node in unused)
-    nbytes = sum(p.nbytes for p in _parameters_of(unused_below(unused)))
+    nbytes = sum(num_bytes(p) for p in _parameters_of(unused_below(unused)))
     was, it, each = ("layers", "were"), "them", "each"
     if len(layers) == 1:
         was, it, each = ("layer", "was"), "it", "it"

@@ -13,7 +13,7 @@ from mindspore import nn
 
 from lazycell import _mindspore as internals
 from lazycell._html import page
-from lazycell._registry import format_bytes, require_tracked, shorten
+from lazycell._registry import format_bytes, require_tracked, shorten, sizes_in_words
 from lazycell._rows import LayerRow, NetReport, Reason, left_out_in_words, net_report, steps_in_words
 
 SCHEMA = "lazycell.report/1"
@@ -115,7 +115,7 @@ def _columns(row: LayerRow) -> tuple[str, str, str, str, str]:
     name = f"({row.key}): {row.cls_name}" if row.depth else row.cls_name
     indented = "  " * row.depth + name
     label = shorten(indented, _LABEL_WIDTH)
-    size, nbytes = (f"{row.total_parameters:,}", format_bytes(row.total_nbytes)) if row.total_parameters else ("-", "-")
+    size, nbytes = sizes_in_words(row.total_parameters, row.total_nbytes, row.sized)
     where = f" ({row.where})" if row.detail and row.where else ""
     return f"{mark} {label}", row.state, size, nbytes, row.detail + where
 

@@ -13,6 +13,7 @@ from lazycell._history import Steps, steps_of
 from lazycell._layers import LayerRecord, LayerState, Node, records, tree
 from lazycell._registry import topmost_unused, unused_below
 from lazycell._touching import is_frozen, is_optimized, is_touched, own_parameters
+from lazycell._unsized import is_unsized, num_bytes, num_elements
 
 _CUT_OFF = "called, but cut off from the loss: no gradient arrived at it ({count})"
 
@@ -49,6 +50,7 @@ class LayerRow:
         where: ``"file.py:12"``, the line at which it was assigned; None if that wasn't seen, and for the net itself.
         reason: Why its parameters have no gradient, or not always; None if nothing is known against it.
         detail: The same as a sentence, or what was seen where that is no reason yet; empty if there is nothing to say.
+        sized: Whether the shapes of all these parameters are known; one that isn't counts 0.
     """
 
     name: str
@@ -67,6 +69,7 @@ class LayerRow:
     where: str | None
     reason: Reason | None
     detail: str
+    sized: bool = True
 
 
 @dataclass(frozen=True)
@@ -184,13 +187,14 @@ class _Net:
             optional=node.order is None and id(node) not in self._blamed,
             num_parameters=layer.num_parameters,
             nbytes=layer.nbytes,
-            total_parameters=sum(p.size for p in total),
-            total_nbytes=sum(p.nbytes for p in total),
-            deferred_nbytes=sum(p.nbytes for p in total if _deferral.is_deferred(p)),
+            total_parameters=sum(num_elements(p) for p in total),
+            total_nbytes=sum(num_bytes(p) for p in total),
+            deferred_nbytes=sum(num_bytes(p) for p in total if _deferral.is_deferred(p)),
             order=None if layer.order is None or not node.parents else layer.order - 1,
             where=layer.where if node.parents else None,
             reason=reason,
             detail=detail,
+            sized=not any(map(is_unsized, total)),
         )
 
     def _state(self, node: Node, layer: LayerRecord) -> str:
@@ -240,16 +244,16 @@ class _Net:
     def summary(self) -> Summary:
         layers = self._nodes[1:]
         touched = [p for p in self._parameters if is_touched(p)]
-        unused = sum(p.nbytes for p in self._parameters if p.requires_grad and not is_touched(p))
-        deferred = sum(p.nbytes for p in self._parameters if _deferral.is_deferred(p))
-        total = sum(p.nbytes for p in self._parameters)
+        unused = sum(num_bytes(p) for p in self._parameters if p.requires_grad and not is_touched(p))
+        deferred = sum(num_bytes(p) for p in self._parameters if _deferral.is_deferred(p))
+        total = sum(num_bytes(p) for p in self._parameters)
         used = sum(node.order is not None for node in layers)
         return Summary(
             num_layers=len(layers),
             used_layers=used,
             unused_layers=len(layers) - used,
-            num_parameters=sum(p.size for p in self._parameters),
-            touched_parameters=sum(p.size for p in touched),
+            num_parameters=sum(num_elements(p) for p in self._parameters),
+            touched_parameters=sum(num_elements(p) for p in touched),
             nbytes=total,
             allocated_nbytes=total - deferred,
             deferred_nbytes=deferred,

@@ -113,8 +113,10 @@ class WaitingLayer:
         for parameter in self.parameters:
             if id(parameter) not in theirs and not is_unsized(parameter):
                 become_unsized(parameter, self)
-        for name in self.sizes:
-            vars(cell).pop(name, None)
+        for _, inner in cell.cells_and_names():
+            if id(inner) not in others:
+                for name in self.sizes:  # nobody must take the nominal ones for real
+                    vars(inner).pop(name, None)
 
     def _twin(self, sizes: dict[str, Any]) -> nn.Cell:
         """The eager layer, built where and as this one was; the random streams stand afterwards where they do now."""
@@ -313,14 +315,14 @@ def _waiting_class(lazy: Any, eager: type) -> type:
                 raise waiting.untouched(name)
             return lazy.__getattr__(cell, name)
 
-        def extend_repr(cell: nn.Cell) -> str:
+        def __repr__(cell: nn.Cell) -> str:
             waiting = cell.__dict__[_KEY]
             shown = dict.fromkeys(waiting.sizes, "?") | waiting.arguments
-            return ", ".join(f"{name}={value}" for name, value in shown.items())
+            return f"{type(cell).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
 
         names = {"__module__": lazy.__module__, "__qualname__": lazy.__qualname__, "__doc__": lazy.__doc__}
         namespace = {"__slots__": (), "_lazycell_native": eager, "construct": _WaitingConstruct(lazy), **names}
-        namespace |= {"__getattr__": __getattr__, "extend_repr": extend_repr}
+        namespace |= {"__getattr__": __getattr__, "__repr__": __repr__}
         _waiting_classes[lazy] = internals.subclass_unseen(lazy, namespace)
     return _waiting_classes[lazy]
 

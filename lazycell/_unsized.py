@@ -45,7 +45,7 @@ class _Unsized:
             if value is not None and not is_unsized(value):
                 return getattr(_sized_like(cast(Parameter, self), value), name)
             raise sizing_of(cast(Parameter, self)).error(cast(Parameter, self))
-        if internals.needs_values(cast(Parameter, self), name, frame):
+        if name != internals.IN_PLACE_OF_OPERATORS and internals.needs_values(cast(Parameter, self), name, frame):
             raise sizing_of(cast(Parameter, self)).error(cast(Parameter, self))
         return object.__getattribute__(self, name)
 
@@ -98,7 +98,8 @@ def _refusing_method(name: str) -> Callable[..., Any]:
 def _unsized_class(native: type) -> type:
     if native not in _classes:
         deferred = deferred_class(native)
-        namespace: dict[str, Any] = {name: _refusing_method(name) for name in internals.value_dunders(native)}
+        refused = (*internals.value_dunders(native), internals.IN_PLACE_OF_OPERATORS)
+        namespace: dict[str, Any] = {name: _refusing_method(name) for name in refused}
         namespace |= {"__slots__": (), "_lazycell_native": native, "__hash__": native.__hash__}
         namespace |= {"__module__": native.__module__, "__qualname__": native.__qualname__, "__doc__": native.__doc__}
         _classes[native] = type(native.__name__, (_Unsized, deferred), namespace)

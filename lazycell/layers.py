@@ -1,32 +1,49 @@
-"""Layers that infer their input size: the arguments of MindSpore's own, less the size that the first input gives."""
+"""Layers that infer their input size: the arguments of MindSpore's own, less the size that the first input gives.
+
+Until then their parameters have names and no shapes. Afterwards they are MindSpore's layers: class, attributes,
+``repr``, speed, and the initial values that these would have had in the same place under the same seed.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mindspore import nn
+from mindspore import Tensor, nn
 
 from lazycell import _sized_graphs  # noqa: F401  (has graphs compiled with known sizes)
 from lazycell._errors import LazyCellError
 from lazycell._sizing import LazyShapeMixin
 
 __all__ = [
+    "LazyBatchNorm1d",
+    "LazyBatchNorm2d",
+    "LazyBatchNorm3d",
+    "LazyConv1d",
+    "LazyConv1dTranspose",
+    "LazyConv2d",
+    "LazyConv2dTranspose",
+    "LazyConv3d",
+    "LazyConv3dTranspose",
     "LazyDense",
+    "LazyLayerNorm",
     "LazyShapeMixin",
 ]
 
 
-def _shape_of(layer: nn.Cell, x: Any, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a first input, if it is one that sizes can be taken from."""
+def _shape_of(layer: Any, x: Any, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a first input, if it has one of the numbers of dimensions that the layer takes."""
     shape = tuple(getattr(x, "shape", ()))
-    if len(shape) not in ranks and (ranks or not shape):
-        wanted = " or ".join(map(str, ranks)) or "1 or more"
-        given = f"one of shape {shape}" if hasattr(x, "shape") else type(x).__name__
+    if len(shape) not in ranks:
+        numbers = f"{ranks[0]} or more" if len(ranks) > 2 else " or ".join(map(str, ranks))
+        given = f"one of shape {shape}" if isinstance(x, Tensor) else type(x).__name__
         raise LazyCellError(
-            f"{type(layer).__name__} takes {' and '.join(layer.sizes)} from its first input, a tensor with {wanted} "
+            f"{type(layer).__name__} takes {' and '.join(layer.sizes)} from its first input, a tensor with {numbers} "
             f"dimensions, but got {given}. It still waits for one."
         )
     return shape
+
+
+_ANY_RANK = tuple(range(1, 100))
 
 
 class LazyDense(LazyShapeMixin, nn.Dense):  # type: ignore[misc]
@@ -49,4 +66,240 @@ class LazyDense(LazyShapeMixin, nn.Dense):  # type: ignore[misc]
 
     def infer(self, x: Any) -> dict[str, Any]:
         """The last dimension."""
-        return {"in_channels": _shape_of(self, x, ())[-1]}
+        return {"in_channels": _shape_of(self, x, _ANY_RANK)[-1]}
+
+    @classmethod
+    def nominal(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What a tensor given for ``weight_init`` asks for."""
+        weight = arguments.get("weight_init")
+        return {"in_channels": weight.shape[-1] if isinstance(weight, Tensor) and weight.ndim else 1}
+
+
+class _Channels(LazyShapeMixin):
+    """Takes the number of channels from the first input."""
+
+    _size = "in_channels"
+    _ranks: tuple[int, ...] = ()
+    _axis_of_weight = 1
+
+    def infer(self, x: Any) -> dict[str, Any]:
+        """The dimension that ``data_format`` names C."""
+        layout = getattr(self, "data_format", getattr(self, "format", ""))
+        return {self._size: _shape_of(self, x, self._ranks)[-1 if layout == "NHWC" else 1]}
+
+
+class _Convolution(_Channels):
+    sizes = ("in_channels",)
+
+    @classmethod
+    def nominal(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        """As many as there are groups, or what a tensor given for ``weight_init`` asks for."""
+        weight, group = arguments.get("weight_init"), arguments.get("group", 1)
+        if not isinstance(weight, Tensor) or weight.ndim < 2:
+            return {"in_channels": group}
+        axis = -1 if arguments.get("data_format") == "NHWC" else 1
+        return {"in_channels": weight.shape[axis] * group}
+
+
+class _Transposed(_Convolution):
+    @classmethod
+    def nominal(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        """As many as there are groups, or what a tensor given for ``weight_init`` asks for."""
+        weight = arguments.get("weight_init")
+        if not isinstance(weight, Tensor) or not weight.ndim:
+            return {"in_channels": arguments.get("group", 1)}
+        return {"in_channels": weight.shape[0]}
+
+
+class LazyConv1d(_Convolution, nn.Conv1d):  # type: ignore[misc]
+    """``nn.Conv1d`` whose ``in_channels`` is dimension 1 of the first input.
+
+    Args:
+        args, kwargs: Those of ``nn.Conv1d`` less ``in_channels``.
+
+    Example:
+        >>> import lazycell, mindspore as ms
+        >>> layer = lazycell.layers.LazyConv1d(8, kernel_size=3)
+        >>> layer(ms.ops.ones((2, 5, 10))).shape, layer.in_channels
+        ((2, 8, 10), 5)
+    """
+
+    _ranks = (3,)
+
+
+class LazyConv2d(_Convolution, nn.Conv2d):  # type: ignore[misc]
+    """``nn.Conv2d`` whose ``in_channels`` is the dimension of the first input that ``data_format`` names C.
+
+    Args:
+        args, kwargs: Those of ``nn.Conv2d`` less ``in_channels``.
+
+    Example:
+        >>> import lazycell
+        >>> layer = lazycell.layers.LazyConv2d(8, kernel_size=3)
+        >>> lazycell.dry_run(layer, lazycell.spec(16, 3, 32, 32))
+        spec(16, 8, 32, 32, dtype=Float32)
+        >>> layer.weight.shape
+        (8, 3, 3, 3)
+    """
+
+    _ranks = (4,)
+
+
+class LazyConv3d(_Convolution, nn.Conv3d):  # type: ignore[misc]
+    """``nn.Conv3d`` whose ``in_channels`` is dimension 1 of the first input.
+
+    Args:
+        args, kwargs: Those of ``nn.Conv3d`` less ``in_channels``.
+
+    Example:
+        >>> import lazycell, mindspore as ms
+        >>> layer = lazycell.layers.LazyConv3d(4, kernel_size=1)
+        >>> layer(ms.ops.ones((1, 2, 3, 3, 3))).shape, layer.in_channels
+        ((1, 4, 3, 3, 3), 2)
+    """
+
+    _ranks = (5,)
+
+
+class LazyConv1dTranspose(_Transposed, nn.Conv1dTranspose):  # type: ignore[misc]
+    """``nn.Conv1dTranspose`` whose ``in_channels`` is dimension 1 of the first input.
+
+    Args:
+        args, kwargs: Those of ``nn.Conv1dTranspose`` less ``in_channels``.
+
+    Example:
+        >>> import lazycell, mindspore as ms
+        >>> layer = lazycell.layers.LazyConv1dTranspose(8, kernel_size=3)
+        >>> layer(ms.ops.ones((2, 5, 10))).shape, layer.in_channels
+        ((2, 8, 10), 5)
+    """
+
+    _ranks = (3,)
+
+
+class LazyConv2dTranspose(_Transposed, nn.Conv2dTranspose):  # type: ignore[misc]
+    """``nn.Conv2dTranspose`` whose ``in_channels`` is dimension 1 of the first input.
+
+    Args:
+        args, kwargs: Those of ``nn.Conv2dTranspose`` less ``in_channels``.
+
+    Example:
+        >>> import lazycell, mindspore as ms
+        >>> layer = lazycell.layers.LazyConv2dTranspose(8, kernel_size=3)
+        >>> layer(ms.ops.ones((2, 5, 6, 6))).shape, layer.in_channels
+        ((2, 8, 6, 6), 5)
+    """
+
+    _ranks = (4,)
+
+
+class LazyConv3dTranspose(_Transposed, nn.Conv3dTranspose):  # type: ignore[misc]
+    """``nn.Conv3dTranspose`` whose ``in_channels`` is dimension 1 of the first input.
+
+    Args:
+        args, kwargs: Those of ``nn.Conv3dTranspose`` less ``in_channels``.
+
+    Example:
+        >>> import lazycell
+        >>> layer = lazycell.layers.LazyConv3dTranspose(4, kernel_size=1)
+        >>> layer
+        LazyConv3dTranspose(in_channels=?, out_channels=4, kernel_size=1)
+    """
+
+    _ranks = (5,)
+
+
+class _Normalization(_Channels):
+    sizes = ("num_features",)
+    _size = "num_features"
+
+    @classmethod
+    def nominal(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        """1, or what a tensor given for an initial value asks for."""
+        tensors = (value for value in arguments.values() if isinstance(value, Tensor) and value.ndim)
+        return {"num_features": next((tensor.shape[0] for tensor in tensors), 1)}
+
+
+class LazyBatchNorm1d(_Normalization, nn.BatchNorm1d):  # type: ignore[misc]
+    """``nn.BatchNorm1d`` whose ``num_features`` is dimension 1 of the first input.
+
+    Args:
+        args, kwargs: Those of ``nn.BatchNorm1d`` less ``num_features``.
+
+    Example:
+        >>> import lazycell, mindspore as ms
+        >>> layer = lazycell.layers.LazyBatchNorm1d(momentum=0.5)
+        >>> y = layer(ms.ops.ones((2, 5)))
+        >>> layer.num_features
+        5
+    """
+
+    _ranks = (2, 3)
+
+
+class LazyBatchNorm2d(_Normalization, nn.BatchNorm2d):  # type: ignore[misc]
+    """``nn.BatchNorm2d`` whose ``num_features`` is the dimension of the first input that ``data_format`` names C.
+
+    Args:
+        args, kwargs: Those of ``nn.BatchNorm2d`` less ``num_features``.
+
+    Example:
+        >>> import lazycell, mindspore as ms
+        >>> layer = lazycell.layers.LazyBatchNorm2d()
+        >>> y = layer(ms.ops.ones((2, 5, 3, 3)))
+        >>> layer.num_features
+        5
+    """
+
+    _ranks = (4,)
+
+
+class LazyBatchNorm3d(_Normalization, nn.BatchNorm3d):  # type: ignore[misc]
+    """``nn.BatchNorm3d`` whose ``num_features`` is dimension 1 of the first input.
+
+    Args:
+        args, kwargs: Those of ``nn.BatchNorm3d`` less ``num_features``.
+
+    Example:
+        >>> import lazycell, mindspore as ms
+        >>> layer = lazycell.layers.LazyBatchNorm3d()
+        >>> y = layer(ms.ops.ones((2, 5, 3, 3, 3)))
+        >>> layer.bn2d.num_features
+        5
+    """
+
+    _ranks = (5,)
+
+
+class LazyLayerNorm(LazyShapeMixin, nn.LayerNorm):  # type: ignore[misc]
+    """``nn.LayerNorm`` whose ``normalized_shape`` is that of the first input from ``begin_params_axis`` on.
+
+    Args:
+        args, kwargs: Those of ``nn.LayerNorm`` less ``normalized_shape``. By default the last dimension alone is
+            normalized; for all but the first, ``begin_norm_axis`` and ``begin_params_axis`` are both 1.
+
+    Example:
+        >>> import lazycell, mindspore as ms
+        >>> layer = lazycell.layers.LazyLayerNorm(begin_norm_axis=1, begin_params_axis=1)
+        >>> y = layer(ms.ops.ones((2, 5, 3)))
+        >>> layer.normalized_shape
+        (5, 3)
+    """
+
+    sizes = ("normalized_shape",)
+
+    def infer(self, x: Any) -> dict[str, Any]:
+        """The dimensions from ``begin_params_axis`` on."""
+        axis = self.begin_params_axis
+        least = max(1, -axis, axis + 1)
+        return {"normalized_shape": _shape_of(self, x, _ANY_RANK[least - 1 :])[axis:]}
+
+    def infer_from_parameter(self, name: str, shape: tuple[int, ...]) -> dict[str, Any] | None:
+        """The parameters have this very shape."""
+        return {"normalized_shape": shape}
+
+    @classmethod
+    def nominal(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        """One dimension of 1, or what a tensor given for an initial value asks for."""
+        tensors = (value for value in arguments.values() if isinstance(value, Tensor) and value.ndim)
+        return {"normalized_shape": next((tuple(tensor.shape) for tensor in tensors), (1,))}

@@ -91,6 +91,7 @@ from lazycell._mindspore._running import (
     zeros_are_made,
 )
 from lazycell._mindspore._storage import (
+    IN_PLACE_OF_OPERATORS,
     METADATA,
     OPERATORS_ASK,
     SHAPE,
@@ -121,6 +122,7 @@ __all__ = [
     "Forward",
     "ForwardGraphs",
     "HAS_META",
+    "IN_PLACE_OF_OPERATORS",
     "KeptValues",
     "LOAD",
     "METADATA",

@@ -147,6 +147,9 @@ OPERATORS_ASK = importlib.util.find_spec("mindspore.utils.ms_dispatch") is not N
 # others look up the last one, or are guarded by guard_operators().
 _OPERATOR_LOOKUPS = frozenset(("__ms_dispatch__", "__fallback__", "__parameter__"))
 
+# MindSpore 2.9 and later call this method of a tensor, if it has one, in the place of any operator that it is given to.
+IN_PLACE_OF_OPERATORS = "__fallback__"
+
 _STRUCTURAL = frozenset(
     """
     __class__ __deepcopy__ __del__ __delattr__ __dict__ __dir__ __doc__ __format__ __getattr__ __getattribute__
