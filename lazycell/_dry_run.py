@@ -228,7 +228,9 @@ def _attributes_kept(reachable: Reachable) -> Iterator[None]:
 
     def sized(cells: list[nn.Cell], _: list[Parameter]) -> None:
         for cell in cells:  # what a layer has become is nothing to be undone
-            kept_of.get(id(vars(cell)), {}).update(vars(cell))
+            kept = kept_of.get(id(vars(cell)), {})
+            kept.clear()
+            kept.update(vars(cell))
 
     try:
         with when_sized(sized):

@@ -2,44 +2,89 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from mindspore import nn
+from mindspore import Tensor, nn
 
 from lazycell import _mindspore as internals
 from lazycell import _sizing
 from lazycell._dry_run import touch_by, within
 from lazycell._errors import UntouchedError, the_first
-from lazycell._sizing import WaitingLayer, waiting_layer
+from lazycell._sizing import WaitingLayer, resolved_waiting, waiting_layer
 from lazycell._touching import own_children, subtree
 
 _WAITS = """\
-{layers} in what is being compiled infers its size from its first input, and a dry run before the compilation didn't \
-come to it. Call the net once in PyNative mode, or lazycell.dry_run(net, inputs), before."""
+what is being compiled holds layers that infer their size from their first input ({layers}), and a dry run before the \
+compilation came to none. Call the net once in PyNative mode, or lazycell.dry_run(net, inputs), before."""
 
 
-def _size_before(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run what is about to be compiled for its shapes, if layers in it wait for their sizes.
+@contextmanager
+def _with_sizes(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Compile something inside; layers in it that wait for their sizes get them before, from a run for shapes.
 
-    Nothing that holds an optimizer: where shapes alone don't do, it would make a step.
+    Of what holds an optimizer, only the net is run: where shapes alone don't do, the rest would make a step.
     """
     if not WaitingLayer.all:
         _hook.remove()
+        yield
         return
-    cells = within([compiled]).cells
-    if not any(map(waiting_layer, cells)):
-        return
-    trains = any(internals.is_optimizer_class(type(cell)) for cell in cells)
-    run = _only_net(compiled) if trains else compiled
-    cause = None
+    cells = [] if _was_run(compiled, args, kwargs) else within([compiled]).cells
+    if any(map(waiting_layer, cells)):
+        trains = any(internals.is_optimizer_class(type(cell)) for cell in cells)
+        run = _only_net(compiled) if trains else compiled
+        if run is None:
+            raise UntouchedError(_WAITS.format(layers=the_first(_waiting_in(cells))))
+        _run(run, cells, args, kwargs)
+    resolved_waiting()
     try:
-        if run is not None:
-            touch_by(run, args, kwargs)
-    except Exception as error:  # gradients, for one; the sizes may be known by now
-        cause = error
-    waiting = [found.lazy for found in map(waiting_layer, cells) if found is not None]
-    if waiting and (cause is not None or run is None):
-        raise UntouchedError(_WAITS.format(layers=the_first(waiting))) from cause
+        yield
+    except Exception as error:  # shapes that don't fit, if it was compiled with nominal ones
+        names = resolved_waiting()
+        if not names or isinstance(error, UntouchedError):
+            raise
+        raise UntouchedError(_WAITS.format(layers=the_first(names))) from error
+
+
+_runs: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+
+
+def _was_run(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this is known from before: MindSpore asks for a compilation at each call, and keeps what it has compiled.
+
+    What waits after a run for shapes isn't used, and goes on to wait.
+    """
+    subject = compiled.args[0] if isinstance(compiled, functools.partial) else compiled
+    inputs = tuple(map(_described, (*args, *kwargs.values())))
+    run = WaitingLayer.count, getattr(subject, "training", None), inputs
+    known = _runs.setdefault(subject, set())
+    if run in known:
+        return True
+    known.add(run)
+    return False
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), str(value.dtype)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    return repr(value)
+
+
+def _run(function: Any, cells: list[nn.Cell], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    try:
+        touch_by(function, args, kwargs)
+    except Exception as error:  # gradients aren't taken without values; all may have run before
+        if any(map(waiting_layer, cells)):
+            raise UntouchedError(_WAITS.format(layers=the_first(_waiting_in(cells)))) from error
+
+
+def _waiting_in(cells: list[nn.Cell]) -> list[str]:
+    return [waiting.lazy for waiting in map(waiting_layer, cells) if waiting is not None]
 
 
 def _only_net(cell: Any) -> nn.Cell | None:
@@ -50,5 +95,5 @@ def _only_net(cell: Any) -> nn.Cell | None:
     return nets[0] if len(nets) == 1 else None
 
 
-_hook = internals.BeforeCompilation(_size_before)
+_hook = internals.AroundCompilations(_with_sizes)
 _sizing.on_waiting = _hook.install

@@ -20,6 +20,7 @@ from lazycell import _construction, _deferral
 from lazycell import _mindspore as internals
 from lazycell import _touching, _tracking
 from lazycell._errors import LazyCellError, UntouchedError
+from lazycell._reading import function_compiled
 from lazycell._unsized import (
     become_unsized,
     give_nominal_shape,
@@ -71,6 +72,7 @@ class WaitingLayer:
     """
 
     all: weakref.WeakSet[WaitingLayer] = weakref.WeakSet()
+    count = 0  # of all that have ever begun to wait
 
     def __init__(self, cell: nn.Cell, eager: type, arguments: dict[str, Any]) -> None:
         self.cell: Callable[[], nn.Cell | None] = weakref.ref(cell)
@@ -81,7 +83,7 @@ class WaitingLayer:
         self.nominal: dict[str, Any] = type(cell).nominal(arguments)
         self.random = internals.random_state()
         self._build_on(cell)
-        WaitingLayer.all.add(self)
+        self._begin()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WaitingLayer:
         copied = WaitingLayer.__new__(WaitingLayer)
@@ -89,9 +91,13 @@ class WaitingLayer:
         copied.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
         twin = memo.get(id(self.cell()))  # copy.deepcopy() notes a new object before it copies its parts
         copied.cell = _nothing if twin is None else weakref.ref(twin)
-        WaitingLayer.all.add(copied)
-        on_waiting()
+        copied._begin()
         return copied
+
+    def _begin(self) -> None:
+        WaitingLayer.all.add(self)
+        WaitingLayer.count += 1
+        on_waiting()
 
     def _call_arguments(self, sizes: dict[str, Any]) -> inspect.BoundArguments:
         signature = _signature(self.eager)
@@ -281,6 +287,23 @@ def waiting_layer(cell: nn.Cell) -> WaitingLayer | None:
 _waiting_classes: dict[type, type] = {}
 
 
+def note_resolved(cell: nn.Cell) -> None:
+    """What is being compiled may come to hold a cell that waits for its sizes."""
+    _resolved.add(cell)
+    if internals.forward_running()[0] is internals.Forward.JIT:
+        internals.when_function_is_compiled(function_compiled).append(cell)
+
+
+_resolved: weakref.WeakSet[nn.Cell] = weakref.WeakSet()
+
+
+def resolved_waiting() -> list[str]:
+    """The classes of the waiting layers that compilations have come across since this was asked the last time."""
+    found = [waiting.lazy for waiting in map(waiting_layer, _resolved) if waiting is not None]
+    _resolved.clear()
+    return found
+
+
 class _WaitingConstruct:
     """``construct`` of a waiting cell: the first input gives the sizes, and goes on to the eager layer."""
 
@@ -299,9 +322,11 @@ class _WaitingConstruct:
     def __get__(self, cell: nn.Cell | None, owner: type) -> Any:
         if cell is None:
             return self._lazy.construct
-        waiting = waiting_layer(cell)
-        if waiting is not None and internals.parser_asks(sys._getframe().f_back):
-            raise waiting.untouched("a layer in a graph")
+        if waiting_layer(cell) is not None and internals.parser_asks(sys._getframe().f_back):
+            # It asks all of a CellList, whichever are called. What the graph comes to hold is refused when it is
+            # finished, as parameters without a shape can't be touched.
+            note_resolved(cell)
+            return MethodType(self._lazy.construct, cell)
         return MethodType(self._function, cell)
 
 
@@ -383,7 +408,6 @@ class LazyShapeMixin:
             waiting = WaitingLayer(cell, eager, arguments)
             cell.__dict__[_KEY] = waiting
             cell.__class__ = _waiting_class(type(self), eager)
-        on_waiting()
 
     def infer(self, *inputs: Any, **kwargs: Any) -> dict[str, Any]:
         """The sizes, by name, that the first inputs of ``construct`` tell; raise an error if these can't be right."""

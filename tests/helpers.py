@@ -15,7 +15,7 @@ import psutil
 from mindspore import Parameter, Tensor, nn
 
 import lazycell
-from lazycell import _deferral, _touching
+from lazycell import _deferral, _touching, _unsized
 
 
 def seed(value: int = 0) -> None:
@@ -75,6 +75,8 @@ def both(make: Callable[[type[nn.Cell]], nn.Cell], value: int = 0) -> tuple[nn.C
 def assert_same_values(eager: nn.Cell, lazy: nn.Cell) -> None:
     """Every parameter has the same name, flags and bits in both nets; materializes all."""
     for one, other in zip(eager.get_parameters(), lazy.get_parameters(), strict=True):
+        if _unsized.is_unsized(other):
+            _unsized.sizing_of(other).size_by_parameter(other, one.shape)  # as if a value were about to be loaded
         assert (one.name, one.requires_grad) == (other.name, other.requires_grad)
         assert bits(one) == bits(other), one.name
 

@@ -15,6 +15,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, mint, nn
 from mindspore.common.initializer import Initializer, Normal, TruncatedNormal, initializer
 
 import lazycell
+from lazycell import layers
 
 WIDTH = 4  # every layer takes and gives (2, 4)
 
@@ -82,6 +83,7 @@ class LayerKind:
     create: Callable[[], nn.Cell]
     unread: tuple[str, ...] = ()
     readable: str | None = None  # a parameter of shape (4,) or (4, 4) that can be read without a call
+    infer: Callable[[], nn.Cell] | None = None  # creates it as a layer that infers its size, in nets on `LazyCell`
 
 
 LAYERS = (
@@ -98,6 +100,8 @@ LAYERS = (
     LayerKind("two parameters", TwoParameters, unread=("unread",), readable="read"),
     LayerKind("ParameterTuple", Pair),
     LayerKind("LSTM", Recurrent),
+    LayerKind("LazyDense", lambda: nn.Dense(WIDTH, WIDTH), infer=lambda: layers.LazyDense(WIDTH)),
+    LayerKind("LazyBatchNorm1d", lambda: nn.BatchNorm1d(WIDTH), infer=layers.LazyBatchNorm1d),
 )
 
 
@@ -182,7 +186,8 @@ class LazyNet(_Net, lazycell.LazyCell):
 def build(plan: Plan, base: type[nn.Cell], root: bool = False) -> nn.Cell:
     """A net from a plan, on ``nn.Cell`` or on ``LazyCell``."""
     if isinstance(plan, Leaf):
-        return plan.kind.create()
+        infers = base is lazycell.LazyCell and plan.kind.infer is not None
+        return plan.kind.infer() if infers else plan.kind.create()
     lazy = base is lazycell.LazyCell and (root or plan.lazy)
     return (LazyNet if lazy else PlainNet)(plan, base)
 

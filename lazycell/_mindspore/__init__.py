@@ -28,7 +28,7 @@ from lazycell._mindspore._draws import (
     set_random_state,
 )
 from lazycell._mindspore._graphs import (
-    BeforeCompilation,
+    AroundCompilations,
     Forget,
     ForwardGraphs,
     StaleGraph,
@@ -115,7 +115,7 @@ from lazycell._mindspore._storage import (
 from lazycell._mindspore._versions import TESTED, require_known_internals
 
 __all__ = [
-    "BeforeCompilation",
+    "AroundCompilations",
     "ConstructionHooks",
     "DTYPE",
     "Forget",

@@ -9,6 +9,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -171,14 +172,14 @@ def filled_by_library(frame: FrameType | None) -> bool:
     return frame is not None and module_of(frame).startswith("mindspore.")
 
 
-class BeforeCompilation:
-    """Has a function called with whatever is about to be compiled, cell or function, and its arguments.
+class AroundCompilations:
+    """Enters a context around every compilation, given what is compiled, cell or function, and its arguments.
 
     MindSpore tells nobody before it parses. For as long as this is installed, the methods that compile are replaced.
     """
 
-    def __init__(self, callback: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        self._callback = callback
+    def __init__(self, context: Callable[[Any, tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]]) -> None:
+        self._context = context
         self._undo: list[Callable[[], bool]] = []
 
     def install(self) -> None:
@@ -193,25 +194,25 @@ class BeforeCompilation:
             self._undo.pop()()
 
     def _cells(self) -> Callable[..., Any]:
-        native, callback = type(api._cell_graph_executor).compile, self._callback
+        native, context = type(api._cell_graph_executor).compile, self._context
         options = set(inspect.signature(native).parameters)
 
         @functools.wraps(native)
         def compile_cell(executor: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-            callback(obj, args, {name: value for name, value in kwargs.items() if name not in options})
-            return native(executor, obj, *args, **kwargs)
+            with context(obj, args, {name: value for name, value in kwargs.items() if name not in options}):
+                return native(executor, obj, *args, **kwargs)
 
         return compile_cell
 
     def _functions(self) -> Callable[..., Any]:
-        native, callback = api._JitExecutor.compile, self._callback
+        native, context = api._JitExecutor.compile, self._context
         options = set(inspect.signature(native).parameters)
 
         @functools.wraps(native)
         def compile_function(executor: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
             function = executor.fn if executor.obj is None else functools.partial(executor.fn, executor.obj)
-            callback(function, args, {name: value for name, value in kwargs.items() if name not in options})
-            return native(executor, method_name, *args, **kwargs)
+            with context(function, args, {name: value for name, value in kwargs.items() if name not in options}):
+                return native(executor, method_name, *args, **kwargs)
 
         return compile_function
 
