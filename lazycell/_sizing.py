@@ -111,8 +111,8 @@ class WaitingLayer:
         self.eager.__init__(cell, *bound.args, **bound.kwargs)  # type: ignore[misc]
         given = list(_inside(self.arguments, nn.Cell))
         others = {id(inner) for outer in given for _, inner in outer.cells_and_names()}
-        theirs = {id(parameter) for outer in given for parameter, _ in internals.parameters_held(outer)}
-        self.parameters = [parameter for parameter, _ in internals.parameters_held(cell)]
+        theirs = {id(parameter) for outer in given for parameter in _parameters_in(outer)}
+        self.parameters = _parameters_in(cell)
         self.attributes = {
             name: _own_attributes(inner) for name, inner in cell.cells_and_names() if id(inner) not in others
         }
@@ -168,7 +168,7 @@ class WaitingLayer:
             give_nominal_shape(parameter)  # no size decides it
             return
         twin = self._twin(told) if set(told) == set(self.sizes) else None
-        if twin is None or tuple(internals.parameters_held(twin)[index][0].shape) != shape:
+        if twin is None or tuple(_parameters_in(twin)[index].shape) != shape:
             raise self._unfit(parameter, shape, "no size gives it" if twin else "it doesn't tell all sizes")
         self.settle(told, twin)
 
@@ -178,8 +178,11 @@ class WaitingLayer:
 
     def _attribute(self, cell: nn.Cell, parameter: Parameter) -> str:
         """The name by which the layer knows a parameter."""
-        names = (name for name, known in cell.parameters_and_names() if known is parameter)
-        return next(names, "")
+        for path, inner in cell.cells_and_names():
+            for name, known in OrderedDict.items(inner._params):
+                if known is parameter:
+                    return f"{path}.{name}" if path else str(name)
+        return ""
 
     def _solve(self, index: int, shape: tuple[int, ...]) -> dict[str, Any]:
         """The sizes with which a parameter has a given shape, as far as it tells: dimensions grow evenly with sizes."""
@@ -193,31 +196,31 @@ class WaitingLayer:
         return told
 
     def _shape_with(self, sizes: dict[str, Any], index: int) -> tuple[int, ...]:
-        return tuple(internals.parameters_held(self._twin(sizes))[index][0].shape)
+        return tuple(_parameters_in(self._twin(sizes))[index].shape)
 
     def settle(self, sizes: dict[str, Any], twin: nn.Cell | None = None) -> None:
         """Become the eager layer."""
         twin = self._twin(sizes) if twin is None else twin
-        fresh = [parameter for parameter, _ in internals.parameters_held(twin)]
-        cell = self.cell()
-        inside = [] if cell is None else [(name, inner) for name, inner in cell.cells_and_names()]
-        twins = dict(twin.cells_and_names())
+        cell, twins = self.cell(), dict(twin.cells_and_names())
+        inside = [] if cell is None else [(name, inner) for name, inner in cell.cells_and_names() if name in twins]
         for name, inner in inside:
-            if name in twins:
-                self._size_foreign(inner, twins[name])
-        sized = [(known, new) for known, new in zip(self.parameters, fresh) if self._is_mine(known)]
+            self._size_foreign(inner, twins[name])
+        pairs = list(zip(self.parameters, _parameters_in(twin)))
+        sized = [(known, new) for known, new in pairs if self._is_mine(known) or _both_wait(known, new)]
         for known, new in sized:
             give_shape(known, new)
         for name, inner in inside:
-            if name in twins and name in self.attributes:
+            if name in self.attributes:
                 _take_attributes(inner, self.attributes[name], twins[name])
+            if inner is not cell:
+                _take_waiting(inner, twins[name], {id(new): known for known, new in sized})
         if cell is not None:
             del cell.__dict__[_KEY]
             cell.__class__ = self.eager
             _tracking.watch(cell)
         WaitingLayer.all.discard(self)
         for listener in _settled.listeners:
-            listener([inner for _, inner in inside], [known for known, _ in sized])
+            listener([inner for _, inner in inside], [known for known, _ in sized if not is_unsized(known)])
 
     def _is_mine(self, parameter: Parameter) -> bool:
         return is_unsized(parameter) and sizing_of(parameter) is self
@@ -226,7 +229,8 @@ class WaitingLayer:
         """Size what another waiting layer has put in the place of a parameter."""
         for name, parameter in list(OrderedDict.items(cell._params)):
             other = OrderedDict.get(twin._params, name)
-            if other is not None and is_unsized(parameter) and not self._is_mine(parameter):
+            foreign = is_unsized(parameter) and not self._is_mine(parameter)
+            if foreign and other is not None and not is_unsized(other):
                 sizing_of(parameter).size_by_parameter(parameter, tuple(other.shape))
 
 
@@ -272,6 +276,30 @@ def _take_attributes(cell: nn.Cell, before: dict[str, Any], twin: nn.Cell) -> No
         unchanged = vars(cell).get(name, _MISSING) is before.get(name, _MISSING) or name not in vars(cell)
         if unchanged and not _holds(value, (nn.Cell, Parameter)):  # these are in place already
             setattr(cell, name, value)
+
+
+def _parameters_in(cell: nn.Cell) -> list[Parameter]:
+    """The parameters of a cell and of all below it, in whatever attribute; looking is no use of them."""
+    found: dict[int, Parameter] = {}
+    for _, inner in cell.cells_and_names():
+        for parameter in _touching.own_parameters(inner) + _touching.hidden_parameters(inner):
+            found[id(parameter)] = parameter
+    return list(found.values())
+
+
+def _both_wait(known: Parameter, new: Parameter) -> bool:
+    """Whether parameters belong to a layer, inside the one that gets its sizes, that goes on to wait."""
+    return is_unsized(known) and is_unsized(new)
+
+
+def _take_waiting(cell: nn.Cell, twin: nn.Cell, known: dict[int, Parameter]) -> None:
+    """Let a cell wait for what its twin inside another twin waits for: its arguments may depend on the outer sizes."""
+    old, new = waiting_layer(cell), waiting_layer(twin)
+    if old is not None and new is not None:
+        WaitingLayer.all.discard(old)
+        new.parameters = [known.get(id(parameter), parameter) for parameter in new.parameters]
+        new.cell = weakref.ref(cell)
+        cell.__dict__[_KEY] = new
 
 
 # ---------------------------------------------------------------------------------------------

@@ -126,9 +126,15 @@ def sizing_of(parameter: Parameter) -> Sizing:
 
 
 def give_shape(parameter: Parameter, like: Parameter) -> None:
-    """Give an unsized parameter the shape and the initial values of another; it stays without storage if that is."""
+    """Give an unsized parameter the shape and the initial values of another; it stays without storage if that is.
+
+    If that waits, too, it waits for what that waits for.
+    """
     native = type(parameter)._lazycell_native
     internals.give_shape(native, parameter, like)
+    if is_unsized(like):
+        parameter.__dict__[_KEY] = sizing_of(like)
+        return
     del parameter.__dict__[_KEY]
     parameter.__class__ = deferred_class(native) if is_deferred(like) else native
 

@@ -60,14 +60,14 @@ def copy_without_shape(parameter: Parameter) -> Parameter:
 def give_shape(native: type, parameter: Parameter, like: Parameter) -> None:
     """Let a parameter have the shape of another, and its values or its initializer; a dtype set meanwhile stays."""
     before = None if parameter.init_mode is None else parameter.init_mode.dtype
-    dtype = parameter.dtype
+    dtype, shape = parameter.dtype, nominal_shape(like)
     if like.has_init:
-        tensor = tensor_without_storage(like.shape, like.init_mode.dtype, like.init)
+        tensor = tensor_without_storage(shape, like.init_mode.dtype, like.init)
         native.assign_value(parameter, tensor)  # type: ignore[attr-defined]
         set_initializer(parameter, tensor)
     else:
         assign_storage(native, parameter, like)
-    parameter.param_info.parameter_shape = like.shape
+    parameter.param_info.parameter_shape = shape
     if before is not None and dtype != before:
         parameter.set_dtype(dtype)
 
