@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -102,8 +102,16 @@ def dry_run(cell: nn.Cell, *inputs: Any, **kwargs: Any) -> Any:
     return touch_by(cell, inputs, kwargs)
 
 
-def touch_by(function: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a cell, or a function that calls some, for its touches alone; see `dry_run`."""
+def touch_by(
+    function: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any], takes_gradients: bool = False
+) -> Any:
+    """Run a cell, or a function that calls some, for its touches alone; see `dry_run`.
+
+    Args:
+        function: A cell or a function.
+        inputs, kwargs: What it is called with.
+        takes_gradients: Whether it may take gradients itself, which are recorded then.
+    """
     reachable = within([function])
     with _lock, _undisturbed(reachable.cells):
         if internals.HAS_META:
@@ -114,7 +122,8 @@ def touch_by(function: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict
                 name = getattr(function, "__name__", type(function).__name__)
                 _log.debug("dry_run: shapes alone don't go through %s (%r); it runs on zeros", name, error)
         with _attributes_kept(reachable):
-            return _run_on_zeros(function, reachable.cells, inputs, kwargs)
+            with nullcontext() if takes_gradients else internals.no_gradients():
+                return _run_on_zeros(function, reachable.cells, inputs, kwargs)
 
 
 def _run_on_shapes(
@@ -137,7 +146,7 @@ def _run_on_shapes(
 def _run_on_zeros(
     function: Callable[..., Any], cells: list[nn.Cell], inputs: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    with internals.no_gradients(), _values_kept(cells):
+    with _values_kept(cells):
         args, named = _replace_tensors((inputs, kwargs), _with_values)
         return _replace_tensors(function(*args, **named), _spec_of)
 

@@ -36,7 +36,7 @@ def _with_sizes(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if any(map(waiting_layer, cells)):
         trains = any(internals.is_optimizer_class(type(cell)) for cell in cells)
         run = _only_net(compiled) if trains else compiled
-        if run is None:
+        if run is None or _leaves_open((*args, *kwargs.values())):
             raise UntouchedError(_WAITS.format(layers=the_first(_waiting_in(cells))))
         _run(run, cells, args, kwargs)
     resolved_waiting()
@@ -67,6 +67,13 @@ def _was_run(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     return False
 
 
+def _leaves_open(inputs: Any) -> bool:
+    """Whether a tensor in some inputs has a dimension of any size."""
+    if isinstance(inputs, (list, tuple)):
+        return any(map(_leaves_open, inputs))
+    return isinstance(inputs, Tensor) and -1 in inputs.shape
+
+
 def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
         return tuple(value.shape), str(value.dtype)
@@ -77,8 +84,8 @@ def _described(value: Any) -> Any:
 
 def _run(function: Any, cells: list[nn.Cell], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     try:
-        touch_by(function, args, kwargs)
-    except Exception as error:  # gradients aren't taken without values; all may have run before
+        touch_by(function, args, kwargs, takes_gradients=True)
+    except Exception as error:  # what failed may have come after all that waits
         if any(map(waiting_layer, cells)):
             raise UntouchedError(_WAITS.format(layers=the_first(_waiting_in(cells)))) from error
 

@@ -85,6 +85,13 @@ class WaitingLayer:
         self._build_on(cell)
         self._begin()
 
+    @classmethod
+    def begin(cls, cell: nn.Cell, lazy: Any, eager: type, arguments: dict[str, Any]) -> None:
+        """Build a cell with nominal sizes, and let it wait for the real ones."""
+        with _construction.constructing():
+            cell.__dict__[_KEY] = cls(cell, eager, arguments)
+            cell.__class__ = waiting_class(lazy, eager)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> WaitingLayer:
         copied = WaitingLayer.__new__(WaitingLayer)
         memo[id(self)] = copied
@@ -100,7 +107,7 @@ class WaitingLayer:
         on_waiting()
 
     def _call_arguments(self, sizes: dict[str, Any]) -> inspect.BoundArguments:
-        signature = _signature(self.eager)
+        signature = signature_of(self.eager)
         given = {**self.arguments, **sizes}
         ordered = OrderedDict((name, given[name]) for name in signature.parameters if name in given)
         return inspect.BoundArguments(signature, ordered)
@@ -238,7 +245,7 @@ def _nothing() -> None:
     """What a reference to a cell that is gone gives."""
 
 
-def _signature(eager: type) -> inspect.Signature:
+def signature_of(eager: type) -> inspect.Signature:
     """The arguments of a class's ``__init__`` without ``self``."""
     signature = inspect.signature(eager.__init__)  # type: ignore[misc]
     return signature.replace(parameters=list(signature.parameters.values())[1:])
@@ -358,7 +365,7 @@ class _WaitingConstruct:
         return MethodType(self._function, cell)
 
 
-def _waiting_class(lazy: Any, eager: type) -> type:
+def waiting_class(lazy: Any, eager: type) -> type:
     """The class of cells that wait; tracked as a watched cell of the eager class, which its own call unwatches."""
     if lazy not in _waiting_classes:
 
@@ -373,93 +380,12 @@ def _waiting_class(lazy: Any, eager: type) -> type:
             shown = dict.fromkeys(waiting.sizes, "?") | waiting.arguments
             return f"{type(cell).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
 
-        names = {"__module__": lazy.__module__, "__qualname__": lazy.__qualname__, "__doc__": lazy.__doc__}
+        # MindSpore looks by these whether a layer is its own, and where the source is.
+        names = {"__module__": eager.__module__, "__qualname__": eager.__qualname__, "__doc__": lazy.__doc__}
         namespace = {"__slots__": (), "_lazycell_native": eager, "construct": _WaitingConstruct(lazy), **names}
         namespace |= {"__getattr__": __getattr__, "__repr__": __repr__}
         _waiting_classes[lazy] = internals.subclass_unseen(lazy, namespace)
     return _waiting_classes[lazy]
-
-
-class LazyShapeMixin:
-    """Makes a lazy layer of an eager one: it infers arguments of ``__init__`` from its first input.
-
-    List it before the eager class, say in ``sizes`` which arguments are inferred, and in ``infer`` how. The layer
-    takes the other arguments. Until the first input, a dry run or a checkpoint tells the sizes, its parameters have a
-    name and no shape; then it becomes an instance of the eager class, with the initial values that this would have
-    had in its place.
-
-    Attributes:
-        sizes: Names of the arguments of the eager class's ``__init__`` that are inferred.
-
-    Example:
-        >>> import lazycell, mindspore as ms
-        >>> from mindspore import nn
-        >>> class Scale(nn.Cell):
-        ...     def __init__(self, channels, init="ones"):
-        ...         super().__init__()
-        ...         self.factor = ms.Parameter(ms.common.initializer.initializer(init, (channels,)), name="factor")
-        ...     def construct(self, x):
-        ...         return x * self.factor
-        >>> class LazyScale(lazycell.layers.LazyShapeMixin, Scale):
-        ...     sizes = ("channels",)
-        ...     def infer(self, x):
-        ...         return {"channels": x.shape[-1]}
-        >>> layer = LazyScale()
-        >>> layer
-        LazyScale(channels=?)
-        >>> y = layer(ms.ops.ones((2, 5)))
-        >>> type(layer) is Scale, layer.factor.shape
-        (True, (5,))
-    """
-
-    __module__ = "lazycell.layers"
-
-    sizes: tuple[str, ...] = ()
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        eager = _eager_class(cls)
-        if eager is not None and "__init__" not in vars(cls):
-            kept = [p for p in _signature(eager).parameters.values() if p.name not in cls.sizes]
-            cls.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        internals.require_known_internals()
-        cell: Any = self
-        eager = _eager_class(type(self))
-        if eager is None or not self.sizes:
-            raise TypeError(f"{type(self).__name__} must name an eager layer after LazyShapeMixin, and its sizes.")
-        signature = _signature(eager)
-        kept = [p for p in signature.parameters.values() if p.name not in self.sizes]
-        arguments = dict(inspect.Signature(kept).bind(*args, **kwargs).arguments)
-        with _construction.constructing():
-            waiting = WaitingLayer(cell, eager, arguments)
-            cell.__dict__[_KEY] = waiting
-            cell.__class__ = _waiting_class(type(self), eager)
-
-    def infer(self, *inputs: Any, **kwargs: Any) -> dict[str, Any]:
-        """The sizes, by name, that the first inputs of ``construct`` tell; raise an error if these can't be right."""
-        name, sizes = type(self).__name__, ", ".join(self.sizes)
-        raise NotImplementedError(f"{name} must say how it infers {sizes}: define infer().")
-
-    def infer_from_parameter(self, name: str, shape: tuple[int, ...]) -> dict[str, Any] | None:
-        """The sizes that the shape of a loaded parameter tells; None to have them found out.
-
-        They are found if each dimension is a size times something, plus something.
-        """
-        return None
-
-    @classmethod
-    def nominal(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Sizes with which the layer can be built as long as nobody knows them; 1, unless a class says otherwise."""
-        return dict.fromkeys(cls.sizes, 1)
-
-
-def _eager_class(cls: type) -> Any:
-    """The class that a lazy layer becomes: the one that follows the mixin."""
-    order = cls.__mro__
-    following = order[order.index(LazyShapeMixin) + 1]
-    return following if issubclass(following, nn.Cell) else None
 
 
 on_waiting: Callable[[], None] = _nothing  # called when a layer begins to wait; _sized_graphs puts its own here

@@ -6,13 +6,15 @@ Until then their parameters have names and no shapes. Afterwards they are MindSp
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from mindspore import Tensor, nn
 
+from lazycell import _mindspore as internals
 from lazycell import _sized_graphs  # noqa: F401  (has graphs compiled with known sizes)
 from lazycell._errors import LazyCellError
-from lazycell._sizing import LazyShapeMixin
+from lazycell._sizing import WaitingLayer, signature_of
 
 __all__ = [
     "LazyBatchNorm1d",
@@ -28,6 +30,83 @@ __all__ = [
     "LazyLayerNorm",
     "LazyShapeMixin",
 ]
+
+
+class LazyShapeMixin:
+    """Makes a lazy layer of an eager one: it infers arguments of ``__init__`` from its first input.
+
+    List it before the eager class, say in ``sizes`` which arguments are inferred, and in ``infer`` how. The layer
+    takes the other arguments. Until the first input, a dry run or a checkpoint tells the sizes, its parameters have a
+    name and no shape; then it becomes an instance of the eager class, with the initial values that this would have
+    had in its place.
+
+    Attributes:
+        sizes: Names of the arguments of the eager class's ``__init__`` that are inferred.
+
+    Example:
+        >>> import lazycell, mindspore as ms
+        >>> from mindspore import nn
+        >>> class Scale(nn.Cell):
+        ...     def __init__(self, channels, init="ones"):
+        ...         super().__init__()
+        ...         self.factor = ms.Parameter(ms.common.initializer.initializer(init, (channels,)), name="factor")
+        ...     def construct(self, x):
+        ...         return x * self.factor
+        >>> class LazyScale(lazycell.layers.LazyShapeMixin, Scale):
+        ...     sizes = ("channels",)
+        ...     def infer(self, x):
+        ...         return {"channels": x.shape[-1]}
+        >>> layer = LazyScale()
+        >>> layer
+        LazyScale(channels=?)
+        >>> y = layer(ms.ops.ones((2, 5)))
+        >>> type(layer) is Scale, layer.factor.shape
+        (True, (5,))
+    """
+
+    sizes: tuple[str, ...] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        eager = _eager_class(cls)
+        if eager is not None and "__init__" not in vars(cls):
+            kept = [p for p in signature_of(eager).parameters.values() if p.name not in cls.sizes]
+            cls.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        internals.require_known_internals()
+        cell: Any = self
+        eager = _eager_class(type(self))
+        if eager is None or not self.sizes:
+            raise TypeError(f"{type(self).__name__} must name an eager layer after LazyShapeMixin, and its sizes.")
+        signature = signature_of(eager)
+        kept = [p for p in signature.parameters.values() if p.name not in self.sizes]
+        arguments = dict(inspect.Signature(kept).bind(*args, **kwargs).arguments)
+        WaitingLayer.begin(cell, type(self), eager, arguments)
+
+    def infer(self, *inputs: Any, **kwargs: Any) -> dict[str, Any]:
+        """The sizes, by name, that the first inputs of ``construct`` tell; raise an error if these can't be right."""
+        name, sizes = type(self).__name__, ", ".join(self.sizes)
+        raise NotImplementedError(f"{name} must say how it infers {sizes}: define infer().")
+
+    def infer_from_parameter(self, name: str, shape: tuple[int, ...]) -> dict[str, Any] | None:
+        """The sizes that the shape of a loaded parameter tells; None to have them found out.
+
+        They are found if each dimension is a size times something, plus something.
+        """
+        return None
+
+    @classmethod
+    def nominal(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Sizes with which the layer can be built as long as nobody knows them; 1, unless a class says otherwise."""
+        return dict.fromkeys(cls.sizes, 1)
+
+
+def _eager_class(cls: type) -> Any:
+    """The class that a lazy layer becomes: the one that follows the mixin."""
+    order = cls.__mro__
+    following = order[order.index(LazyShapeMixin) + 1]
+    return following if issubclass(following, nn.Cell) else None
 
 
 def _shape_of(layer: Any, x: Any, ranks: tuple[int, ...]) -> tuple[int, ...]:

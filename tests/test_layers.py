@@ -653,6 +653,44 @@ class TestGraphs:
             nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer)(x, y)
         assert_same_values(eager, lazy)
 
+    def test_inputs_of_any_size(self) -> None:
+        """What `set_inputs` leaves open, a call tells; a compilation without one can't know."""
+        ms.set_context(mode=ms.GRAPH_MODE)
+        for shape in ([None, 5], [None, None]):
+            net = net_of(nn.Cell, KINDS["Dense"][0])
+            net.set_inputs(Tensor(shape=shape, dtype=ms.float32))
+            assert net(ones(2, 5)).shape == (2, 3) and net.blocks[0].in_channels == 5
+        net = net_of(nn.Cell, KINDS["Dense"][0])
+        with pytest.raises(lazycell.UntouchedError, match="what is being compiled holds layers"):
+            net.compile(Tensor(shape=[None, None], dtype=ms.float32))
+        net.compile(ones(2, 5))
+        assert net.blocks[0].in_channels == 5
+
+    def test_a_step_with_a_lazy_optimizer(self) -> None:
+        """A training cell's net is run for its sizes, and nothing else of it: one step is one step."""
+        eager, lazy = twins(lazycell.LazyCell, "Dense")
+        x, y = random_input((2, 5)), ones(2, 3)
+        ms.set_context(mode=ms.GRAPH_MODE)
+        for net, factory in ((eager, nn.Momentum), (lazy, None)):
+            parameters = net.trainable_params() if factory else None
+            optimizer = factory(parameters, 0.1, 0.9) if factory else lazycell.LazyOptimizer(nn.Momentum, net, 0.1, 0.9)
+            nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer)(x, y)
+        assert_same_values(eager, lazy)
+
+    def test_a_jitted_step_with_an_optimizer(self) -> None:
+        """It isn't run for the sizes: it says what to do, and makes no step."""
+        net = net_of(lazycell.LazyCell, KINDS["Dense"][0])
+        optimizer = lazycell.LazyOptimizer(nn.Momentum, net, 0.1, 0.9)
+
+        @ms.jit
+        def step(x: Tensor) -> Tensor:
+            optimizer((x,))
+            return net(x)
+
+        with pytest.raises(lazycell.UntouchedError, match="what is being compiled holds layers"):
+            step(ones(2, 5))
+        assert_waits(net.blocks[0])
+
     def test_a_branch_that_the_dry_run_does_not_take(self) -> None:
         """A branch on a value has both its sides in the graph: that says so, rather than compute with nominal sizes."""
         net = BranchOnValue()
@@ -755,6 +793,15 @@ class TestMixedPrecision:
         x = random_input((2, 5))
         outputs = [net.to_float(ms.float16)(x) for net in (eager, lazy)]
         assert outputs[0].dtype == outputs[1].dtype and bits(outputs[0]) == bits(outputs[1])
+
+    def test_level_o1_after_the_first_call(self) -> None:
+        """`mindspore.rewrite`, which it uses, wants the layers' own classes."""
+        eager, lazy = Mlp(False), Mlp(True)
+        x = random_input((4, 12))
+        lazycell.dry_run(lazy, lazycell.spec(4, 12))
+        for one, other in zip(eager.get_parameters(), lazy.get_parameters()):
+            other.set_data(Tensor(one.asnumpy()))
+        assert bits(amp.auto_mixed_precision(eager, "O1")(x)) == bits(amp.auto_mixed_precision(lazy, "O1")(x))
 
     def test_a_dtype_of_its_own(self) -> None:
         """As the argument says."""

@@ -153,7 +153,10 @@ def test_examples_in_the_readme_run(tmp_path: Path) -> None:
     )
     assert blocks and done.returncode == 0, done.stderr
     head = "['head.weight', 'head.bias']"
-    printed = ("['body.weight', 'body.bias', 'head.weight', 'head.bias']", head, "('1',)", "2")
+    printed = (
+        "['body.weight', 'body.bias', 'head.weight', 'head.bias']", head, "('1',)", "2",
+        "LazyConv2d(in_channels=?, out_channels=8, kernel_size=3, stride=2)", "(10, 2048) True", "True (16,)",
+    )  # fmt: skip
     for line in printed:
         assert line in done.stdout.splitlines()
     assert "aux (Dense): 69,632 parameters, 272 KB" in done.stderr

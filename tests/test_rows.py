@@ -16,7 +16,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from strategies import Block, build, inputs, plans
 
 import lazycell
-from lazycell import _gradient, _history
+from lazycell import _gradient, _history, _unsized
 from lazycell._rows import LayerRow, Reason, net_report
 from lazycell._run import Nets
 
@@ -329,8 +329,8 @@ def test_sums(plan: Block) -> None:
     everything = list(net.get_parameters())
     root, *layers = report.layers
     assert root.depth == 0 and root.name == "" and root.total_nbytes == report.summary.nbytes
-    assert report.summary.nbytes == sum(p.nbytes for p in everything) == sum(row.nbytes for row in report.layers)
-    assert report.summary.num_parameters == sum(p.size for p in everything)
+    assert report.summary.nbytes == sum(map(_unsized.num_bytes, everything)) == sum(row.nbytes for row in report.layers)
+    assert report.summary.num_parameters == sum(map(_unsized.num_elements, everything))
     registry = lazycell.registry(net)
     assert report.summary.allocated_nbytes == registry.allocated_nbytes
     assert root.deferred_nbytes == report.summary.deferred_nbytes == registry.deferred_nbytes

@@ -16,7 +16,7 @@ from typing import Any
 from mindspore import Parameter, nn
 
 from lazycell._mindspore._construction import replace_attribute
-from lazycell._mindspore._running import asked_by, is_compiling, module_of, stack
+from lazycell._mindspore._running import asked_by, callers_of, is_compiling, module_of, stack
 from lazycell._mindspore._versions import api
 
 
@@ -172,6 +172,15 @@ def filled_by_library(frame: FrameType | None) -> bool:
     return frame is not None and module_of(frame).startswith("mindspore.")
 
 
+def _called_with(frame: FrameType, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a cell is called with for which a compilation was asked; after ``set_inputs()``, that leaves sizes open."""
+    calling = next((caller for caller in callers_of(frame) if caller.f_code.co_name == "compile_and_run"), None)
+    if calling is None or calling.f_locals.get("self") is not frame.f_locals.get("self"):
+        return args
+    given: tuple[Any, ...] = calling.f_locals.get("args", args)
+    return given
+
+
 class AroundCompilations:
     """Enters a context around every compilation, given what is compiled, cell or function, and its arguments.
 
@@ -199,7 +208,8 @@ class AroundCompilations:
 
         @functools.wraps(native)
         def compile_cell(executor: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-            with context(obj, args, {name: value for name, value in kwargs.items() if name not in options}):
+            inputs = _called_with(sys._getframe(1), args)
+            with context(obj, inputs, {name: value for name, value in kwargs.items() if name not in options}):
                 return native(executor, obj, *args, **kwargs)
 
         return compile_cell
