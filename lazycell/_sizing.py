@@ -319,7 +319,7 @@ def waiting_layer(cell: nn.Cell) -> WaitingLayer | None:
     return found
 
 
-_waiting_classes: dict[type, type] = {}
+_waiting_classes: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
 
 
 def note_resolved(cell: nn.Cell) -> None:
@@ -348,7 +348,8 @@ class _WaitingConstruct:
             with _touching.lock:
                 waiting = waiting_layer(cell)
                 if waiting is not None:
-                    waiting.size_by_inputs(cell, args, kwargs)
+                    bound = inspect.signature(lazy.construct).bind(cell, *args, **kwargs)
+                    waiting.size_by_inputs(cell, bound.args[1:], bound.kwargs)
             return cell.construct(*args, **kwargs)
 
         self._lazy = lazy
@@ -367,7 +368,9 @@ class _WaitingConstruct:
 
 def waiting_class(lazy: Any, eager: type) -> type:
     """The class of cells that wait; tracked as a watched cell of the eager class, which its own call unwatches."""
-    if lazy not in _waiting_classes:
+    known = _waiting_classes.get(lazy)
+    made = known() if known is not None else None
+    if made is None:
 
         def __getattr__(cell: nn.Cell, name: str) -> Any:
             waiting = cell.__dict__.get(_KEY)
@@ -384,8 +387,9 @@ def waiting_class(lazy: Any, eager: type) -> type:
         names = {"__module__": eager.__module__, "__qualname__": eager.__qualname__, "__doc__": lazy.__doc__}
         namespace = {"__slots__": (), "_lazycell_native": eager, "construct": _WaitingConstruct(lazy), **names}
         namespace |= {"__getattr__": __getattr__, "__repr__": __repr__}
-        _waiting_classes[lazy] = internals.subclass_unseen(lazy, namespace)
-    return _waiting_classes[lazy]
+        made = internals.subclass_unseen(lazy, namespace)
+        _waiting_classes[lazy] = weakref.ref(made)
+    return made
 
 
 on_waiting: Callable[[], None] = _nothing  # called when a layer begins to wait; _sized_graphs puts its own here

@@ -242,6 +242,32 @@ class TestBecomingEager:
         assert names(layer.trainable_params()) == ["bias"]
         assert layer.bias.dtype == ms.float16 and layer.bias.asnumpy().dtype == np.float16
 
+    def test_an_input_by_name(self) -> None:
+        """By the name that the eager layer has for it; others are refused as by that."""
+        layer = LazyLayerNorm()
+        with pytest.raises(TypeError, match="input_x"):
+            layer(inputs=ones(2, 5))
+        assert layer(input_x=ones(2, 5)).shape == (2, 5)
+
+    @pytest.mark.parametrize(
+        "create, shape, given_input",
+        [
+            (lambda weight: LazyConv2d(4, 3, group=2, weight_init=weight), (4, 3, 3, 3), (1, 6, 5, 5)),
+            (lambda weight: LazyConv2dTranspose(4, 3, weight_init=weight), (6, 4, 3, 3), (1, 6, 5, 5)),
+            (lambda weight: LazyConv1d(4, 3, weight_init=weight), (4, 6, 3), (1, 6, 5)),
+            (lambda gamma: LazyBatchNorm1d(gamma_init=gamma), (6,), (2, 6)),
+            (lambda gamma: LazyLayerNorm(gamma_init=gamma), (6,), (2, 6)),
+        ],
+    )
+    def test_tensors_for_other_layers(
+        self, create: Callable[[Tensor], nn.Cell], shape: tuple[int, ...], given_input: tuple[int, ...]
+    ) -> None:
+        """They are the first parameter's values."""
+        value = random_input(shape)
+        layer = create(value)
+        layer(random_input(given_input))
+        assert any(p.asnumpy().tobytes() == value.asnumpy().tobytes() for p in layer.get_parameters())
+
     def test_a_tensor_for_the_weight(self) -> None:
         """It asks for its own size, and any other is MindSpore's error."""
         weight = Tensor(np.arange(15, dtype=np.float32).reshape(3, 5))
