@@ -270,7 +270,7 @@ def _put_back(container: dict[Any, Any], kept: dict[Any, Any]) -> None:
 # ---------------------------------------------------------------------------------------------
 # What a forward pass can reach
 
-_LIBRARIES = ("mindspore", "numpy", "lazycell", "builtins")
+_LIBRARIES = ("mindspore", "numpy", "lazycell", "builtins", "inspect")  # the last: signatures of classes
 
 
 @dataclass(frozen=True)

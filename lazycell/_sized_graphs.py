@@ -57,12 +57,16 @@ def _was_run(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
     What waits after a run for shapes isn't used, and goes on to wait.
     """
-    subject = compiled.args[0] if isinstance(compiled, functools.partial) else compiled
+    subject = compiled
+    if isinstance(compiled, functools.partial):
+        subject = compiled.args[0] if isinstance(compiled.args[0], nn.Cell) else compiled.func
     inputs = tuple(map(_described, (*args, *kwargs.values())))
     run = WaitingLayer.count, getattr(subject, "training", None), inputs
     known = _runs.setdefault(subject, set())
     if run in known:
         return True
+    if len(known) > 100:  # numbers that change with each call
+        known.clear()
     known.add(run)
     return False
 

@@ -19,6 +19,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
 from mindspore.common.initializer import Initializer, Normal, initializer
 
 import lazycell
+from lazycell import _dry_run
 from lazycell import _mindspore as internals
 from lazycell import _sizing, _unsized, layers
 from lazycell.layers import (
@@ -281,10 +282,11 @@ class TestBecomingEager:
     def test_a_cell_for_the_activation(self) -> None:
         """It stays the same object, and its parameters keep their names."""
         activation = nn.PReLU()
-        layer = LazyDense(3, activation=activation)
-        layer(ones(2, 5))
-        assert layer.activation is activation
-        assert names(layer.get_parameters()) == names(nn.Dense(5, 3, activation=nn.PReLU()).get_parameters())
+        eager = net_of(nn.Cell, lambda: nn.Dense(5, 3, activation=nn.PReLU()))
+        lazy = net_of(nn.Cell, lambda: LazyDense(3, activation=activation))
+        lazy(ones(2, 5))
+        assert lazy.blocks[0].activation is activation
+        assert names(lazy.get_parameters()) == names(eager.get_parameters())
 
     def test_an_initializer_of_the_users_own(self) -> None:
         """It draws where it would have drawn."""
@@ -372,6 +374,24 @@ class TestWaiting:
         with pytest.raises(lazycell.UntouchedError, match="in_channels"):
             LazyDense(3).in_channels  # noqa: B018
         assert not hasattr(LazyBatchNorm3d().bn2d, "num_features")
+
+    @pytest.mark.parametrize("dry", [False, True])
+    def test_a_weight_that_is_read_before_its_layer_is_called(self, dry: bool) -> None:
+        """It is refused, and doesn't count as touched."""
+
+        class Reads(lazycell.LazyCell):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fc = LazyDense(3)
+
+            def construct(self, x: Tensor) -> Tensor:
+                return ops.matmul(x, self.fc.weight)
+
+        net = Reads()
+        with pytest.raises(lazycell.UntouchedError, match="fc.weight has neither"):
+            lazycell.dry_run(net, lazycell.spec(2, 3)) if dry else net(ones(2, 3))
+        assert touched(net) == set()
+        assert_waits(net.fc)
 
     def test_an_optimizer_refuses_it(self) -> None:
         """As in PyTorch, it comes after the first pass; a LazyOptimizer waits."""
@@ -779,10 +799,28 @@ class TestDryRun:
         described = lazycell.dry_run(lazy, lazycell.spec(*KINDS[kind][2]))
         assert where == stream()
         assert described.shape == eager(random_input(KINDS[kind][2])).shape
+        lazycell.materialize(lazy)  # nothing waits any more
         assert type(lazy.blocks[0]) is type(eager.blocks[0])
         assert plain_attributes(lazy.blocks[0].set_train(False)) == plain_attributes(eager.blocks[0])
         assert_same_values(eager, lazy)
         assert bits(lazy(random_input(KINDS[kind][2]))) == bits(eager(random_input(KINDS[kind][2])))
+
+    @pytest.mark.skipif(not internals.HAS_META, reason="MindSpore before 2.10 has no meta device that could be used")
+    def test_shapes_alone_do(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Parameters that get their shapes on the way are on the meta device from then on, also if indexed."""
+
+        def refuse(*_: object) -> None:
+            raise AssertionError("it runs on zeros")
+
+        monkeypatch.setattr(_dry_run, "_run_on_zeros", refuse)
+        seed()
+        eager = Bilinear(5, 4, 3)
+        seed()
+        layer = LazyBilinear(3)
+        assert lazycell.dry_run(layer, lazycell.spec(2, 5), lazycell.spec(2, 4)).shape == (2, 3)
+        assert_same_values(eager, layer)
+        for kind in ("Dense", "Conv2d", "BatchNorm2d", "LayerNorm"):
+            lazycell.dry_run(twins(nn.Cell, kind)[1], lazycell.spec(*KINDS[kind][2]))
 
     @pytest.mark.parametrize("dry", [False, True])
     def test_only_the_layers_own_parameters_are_allocated(self, dry: bool, monkeypatch: pytest.MonkeyPatch) -> None:
