@@ -214,8 +214,9 @@ class WaitingLayer:
             self._size_foreign(inner, twins[name])
         pairs = list(zip(self.parameters, _parameters_in(twin)))
         sized = [(known, new) for known, new in pairs if self._is_mine(known) or _both_wait(known, new)]
-        for known, new in sized:
-            give_shape(known, new)
+        with internals.off_meta():
+            for known, new in sized:
+                give_shape(known, new)
         for name, inner in inside:
             if name in self.attributes:
                 _take_attributes(inner, self.attributes[name], twins[name])
