@@ -61,6 +61,7 @@ def give_shape(native: type, parameter: Parameter, like: Parameter) -> None:
     """Let a parameter have the shape of another, and its values or its initializer; a dtype set meanwhile stays."""
     before = None if parameter.init_mode is None else parameter.init_mode.dtype
     dtype, shape = parameter.dtype, nominal_shape(like)
+    _hold_another_tensor(parameter)
     if like.has_init:
         tensor = tensor_without_storage(shape, like.init_mode.dtype, like.init)
         native.assign_value(parameter, tensor)  # type: ignore[attr-defined]
@@ -68,8 +69,19 @@ def give_shape(native: type, parameter: Parameter, like: Parameter) -> None:
     else:
         assign_storage(native, parameter, like)
     parameter.param_info.parameter_shape = shape
+    parameter.requires_grad = parameter.requires_grad  # from now on, with this shape
     if before is not None and dtype != before:
         parameter.set_dtype(dtype)
+
+
+def _hold_another_tensor(parameter: Parameter) -> None:
+    """Let a parameter's object stand for a tensor that doesn't require a gradient yet.
+
+    Where gradients don't arrive, MindSpore gives zeros of the shape that a tensor had when it first required one.
+    """
+    native = Tensor.__mro__[1]
+    native.__setstate__(parameter, native.__getstate__(Tensor(0.0)))
+    parameter.param_info = parameter.param_info
 
 
 def drop_storage(parameter: Parameter, init: Initializer) -> None:
