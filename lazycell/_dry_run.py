@@ -114,7 +114,7 @@ def touch_by(
     """
     reachable = within([function])
     with _lock, _undisturbed(reachable.cells):
-        if internals.HAS_META:
+        if internals.HAS_META and not internals.gradient_running():  # whose recording would end with a failure
             try:
                 with _attributes_kept(reachable):
                     return _run_on_shapes(function, reachable, inputs, kwargs)
@@ -270,6 +270,7 @@ def _put_back(container: dict[Any, Any], kept: dict[Any, Any]) -> None:
 # ---------------------------------------------------------------------------------------------
 # What a forward pass can reach
 
+_CALLED = (nn.Cell, FunctionType, MethodType, functools.partial)  # what a library may have been given to call
 _LIBRARIES = ("mindspore", "numpy", "lazycell", "builtins", "inspect")  # the last: signatures of classes
 
 
@@ -346,10 +347,11 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 def _named_by(function: FunctionType) -> list[Any]:
     """What a function refers to: its closure, its defaults, and the globals that its code names."""
+    enclosed = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     if function.__module__ is not None and function.__module__.partition(".")[0] in _LIBRARIES:
-        return []
+        return [value for value in enclosed if isinstance(value, _CALLED)]  # as gradient functions do
     found: list[Any] = [function.__defaults__, function.__kwdefaults__, getattr(function, "__wrapped__", None)]
-    found += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    found += enclosed
     codes = [function.__code__]
     for code in codes:
         codes.extend(constant for constant in code.co_consts if isinstance(constant, CodeType))

@@ -23,6 +23,7 @@ from lazycell._dry_run import touch_by, within
 from lazycell._errors import LazyCellError, UntouchedError, the_first
 from lazycell._history import History
 from lazycell._live import TouchedParameters
+from lazycell._unsized import is_unsized
 
 _log = logging.getLogger("lazycell")
 NATIVE_GRAD, NATIVE_VALUE_AND_GRAD = mindspore.grad, mindspore.value_and_grad  # whatever patch() puts in their place
@@ -349,9 +350,9 @@ class _GradientFunction:
         """Let MindSpore compile the function, with the weights that it is known to use."""
         args = self._positional(args, kwargs)
         live = self._weights if isinstance(self._weights, TouchedParameters) else None
+        if any(map(is_unsized, _listed(self._weights))) if live is None else not live.has_completed():
+            touch_by(self._fn, args[:-1] if self._sens_param else args, {})
         if live is not None:
-            if not live.has_completed():
-                touch_by(self._fn, args[:-1] if self._sens_param else args, {})
             self._now()
         self._fill_given()
         with live.without_unused() if live is not None else nullcontext():
