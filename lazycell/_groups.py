@@ -10,6 +10,7 @@ from mindspore import Parameter, nn
 from lazycell import _deferral
 from lazycell._errors import LazyCellError
 from lazycell._live import TouchedParameters
+from lazycell._unsized import is_unsized
 
 
 class Group:
@@ -32,6 +33,8 @@ class Group:
         if self.accepts is None:
             return True
         if id(parameter) not in self._answers:
+            if is_unsized(parameter):
+                return False  # until it has a shape, which the predicate may want to know
             self._answers[id(parameter)] = parameter, bool(self.accepts(parameter))
         return self._answers[id(parameter)][1]
 
@@ -152,13 +155,15 @@ class OptimizerParameters(TouchedParameters):
         if self._groups.order is not None:
             first = [id(p) for p, _ in self._groups.order.candidates() if id(p) in members]
             members = {key: members[key] for key in (*first, *members)}
+        self._unsized = [p for p, _ in members.values() if is_unsized(p)]
         return iter([pair for key, pair in members.items() if self._fixed is None or key in self._fixed])
 
     def has_completed(self) -> bool:
         return any(source.has_completed() for source in self._groups.lists()) or bool(self._counted)
 
     def _changes_unseen(self) -> bool:
-        return any(source._changes_unseen() for source in self._groups.lists())
+        lists = self._groups.lists()
+        return any(source._changes_unseen() for source in lists) or not all(map(is_unsized, self._unsized))
 
     def _name(self) -> str:
         return f"LazyOptimizer({self._factory})"
