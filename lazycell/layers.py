@@ -69,6 +69,8 @@ class LazyShapeMixin:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         eager = _eager_class(cls)
+        if eager is not None:
+            _refuse_lost(cls, eager)
         if eager is not None and "__init__" not in vars(cls):
             kept = [p for p in signature_of(eager).parameters.values() if p.name not in cls.sizes]
             cls.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
@@ -109,9 +111,21 @@ def _eager_class(cls: type) -> Any:
     return following if issubclass(following, nn.Cell) else None
 
 
+def _refuse_lost(cls: type, eager: type) -> None:
+    """Refuse what an instance would do differently only until it becomes one of the eager class."""
+    own = cls.__mro__[: cls.__mro__.index(LazyShapeMixin)]
+    names = {name for base in own for name in vars(base) if not name.startswith("__") or name == "__call__"}
+    lost = sorted(name for name in names - set(vars(LazyShapeMixin)) if hasattr(eager, name))
+    if lost:
+        raise TypeError(
+            f"{cls.__name__} defines {', '.join(lost)}, which is lost once a layer becomes {eager.__name__}. Define it "
+            f"in a subclass of {eager.__name__}, and list that after LazyShapeMixin."
+        )
+
+
 def _shape_of(layer: Any, x: Any, ranks: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a first input, if it has one of the numbers of dimensions that the layer takes."""
-    shape = tuple(getattr(x, "shape", ()))
+    shape = tuple(x.shape) if isinstance(x, Tensor) else ()
     if len(shape) not in ranks:
         numbers = f"{ranks[0]} or more" if len(ranks) > 2 else " or ".join(map(str, ranks))
         given = f"one of shape {shape}" if isinstance(x, Tensor) else type(x).__name__
