@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import mindspore as ms
 import numpy as np
@@ -327,7 +328,7 @@ class TestWaiting:
         """Too few dimensions are refused, with what is wanted; the next input gives the size."""
         eager, lazy = twins(lazycell.LazyCell, kind)
         wrong = Tensor(1.0) if "Dense" in kind or kind.startswith("LayerNorm") else ones(3)
-        for given_input in (wrong, "text"):
+        for given_input in (wrong, "text", random_input(KINDS[kind][2]).asnumpy()):
             with pytest.raises(lazycell.LazyCellError, match="from its first input, a tensor with"):
                 lazy.blocks[0](given_input)
         assert_waits(lazy.blocks[0])
@@ -400,6 +401,33 @@ class TestWaiting:
             nn.Momentum(net.trainable_params(), 0.1, 0.9)
         net(ones(2, 5))
         assert len(nn.Momentum(net.trainable_params(), 0.1, 0.9).parameters) == 2
+
+    def test_predicates_of_an_optimizer_wait_for_shapes(self) -> None:
+        """Groups are chosen by what the predicate says of a parameter that has its shape, as for the eager net."""
+        steps = []
+        for net in twins(lazycell.LazyCell, "Dense", "LayerNorm, 3 features"):
+            groups = [{"params": lambda p: p.ndim < 2, "weight_decay": 0.0}, {"params": net, "weight_decay": 0.5}]
+            optimizer = lazycell.LazyOptimizer(nn.AdamWeightDecay, groups, learning_rate=0.1)
+            grad = lazycell.grad(lambda x, net=net: net(x).sum(), None, optimizer.parameters)
+            for _ in range(2):
+                optimizer(grad(random_input((2, 5))))
+            steps.append((names(optimizer.parameters), [bits(p) for p in net.get_parameters()]))
+        assert steps[0] == steps[1]
+
+    @pytest.mark.parametrize("how", ["call", "dry run", "value"])
+    def test_zeros_where_gradients_do_not_arrive(self, how: str) -> None:
+        """MindSpore's zeros have the shape that the layer got, so that a plain optimizer can take them."""
+        net = nn.CellList([LazyDense(4), nn.Dense(3, 2)])
+        if how == "call":
+            net[0](ones(2, 5))
+        elif how == "dry run":
+            lazycell.dry_run(net[0], lazycell.spec(2, 5))
+        else:
+            net[0].weight.set_data(ones(4, 5))
+        parameters = net.trainable_params()
+        grads = ms.grad(lambda x: net[1](x).sum(), None, parameters)(ones(2, 3))
+        assert [g.shape for g in grads] == [p.shape for p in parameters]
+        nn.Momentum(parameters, 0.1, 0.9)(grads)
 
     def test_registry_report_and_warning(self, recwarn: pytest.WarningsRecorder) -> None:
         """Sizes that nobody knows are question marks, and count 0."""
@@ -674,6 +702,36 @@ class TestGraphs:
         x = random_input((2, 5))
         assert bits(step(x)) == bits(ms.grad(lambda value: eager(value).sum())(x))
 
+    @pytest.mark.parametrize("library", [ms, lazycell], ids=["mindspore", "lazycell"])
+    def test_gradient_functions_that_are_compiled(self, library: ModuleType) -> None:
+        """They run their function for its sizes, whichever weights they were given."""
+        eager, lazy = twins(nn.Cell, "Dense")
+        ms.set_context(mode=ms.GRAPH_MODE)
+        x = random_input((2, 5))
+        found = []
+        for net in (eager, lazy):
+            run = Through(net)
+            found.append([bits(g) for g in library.grad(run.loss, None, net.trainable_params())(x)])
+        assert found[0] == found[1]
+
+    def test_mindspores_older_gradient_functions(self) -> None:
+        """`GradOperation` of a cell."""
+        found = []
+        for net in twins(nn.Cell, "Dense"):
+            ms.set_context(mode=ms.GRAPH_MODE)
+            weights = ParameterTuple(net.trainable_params())
+            found.append([bits(g) for g in ops.GradOperation(get_by_list=True)(net, weights)(random_input((2, 5)))])
+        assert found[0] == found[1]
+
+    def test_a_jitted_function_that_is_differentiated(self) -> None:
+        """The dry run before its compilation leaves the recording alone, also if shapes alone don't go through."""
+        found = []
+        for net in twins(nn.Cell, "Dense"):
+            run = Through(net)
+            grads = ms.grad(ms.jit(run.cross_entropy), None, net.trainable_params())(random_input((2, 5)))
+            found.append([bits(g) for g in grads])
+        assert found[0] == found[1]
+
     def test_mindspores_own_cell_around_it(self) -> None:
         """A loss cell, in Graph mode."""
         eager, lazy = twins(nn.Cell, "Dense")
@@ -766,6 +824,20 @@ class TestGraphs:
         assert first(x).shape == (2, 3)
         assert_waits(first.blocks[1])
         assert lazycell_calls(lambda: first(x), with_guard=False) < 40
+
+
+class Through:
+    """Functions of a net that can be compiled."""
+
+    def __init__(self, net: nn.Cell) -> None:
+        def loss(x: Tensor) -> Tensor:
+            return net(x).sum()
+
+        def cross_entropy(x: Tensor) -> Tensor:
+            return criterion(net(x), labels)
+
+        criterion, labels = nn.CrossEntropyLoss(), Tensor([0, 1], ms.int32)
+        self.loss, self.cross_entropy = loss, cross_entropy
 
 
 class BranchOnValue(nn.Cell):
@@ -1013,6 +1085,35 @@ class TestOwnLayers:
             NoInfer(3)(ones(2, 5))
         with pytest.raises(TypeError, match="must give \\['in_channels'\\] as a dict"):
             WrongInfer(3)(ones(2, 5))
+
+    def test_what_would_be_lost_is_refused(self) -> None:
+        """A lazy class can't compute anything else than what it becomes."""
+        with pytest.raises(TypeError, match="Doubled defines construct, which is lost once a layer becomes Dense"):
+
+            class Doubled(LazyDense):
+                def construct(self, x: Tensor) -> Tensor:
+                    return 2 * super().construct(x)
+
+        class Twice:
+            def construct(self, x: Tensor) -> Tensor:
+                return 2 * super().construct(x)
+
+        with pytest.raises(TypeError, match="construct, which is lost"):
+
+            class FromMixin(Twice, LazyDense):
+                pass
+
+        class EagerDoubled(Twice, nn.Dense):
+            pass
+
+        class LazyDoubled(LazyShapeMixin, EagerDoubled):
+            sizes = ("in_channels",)
+
+            def infer(self, x: Tensor) -> dict[str, int]:
+                return {"in_channels": x.shape[-1]}
+
+        layer = LazyDoubled(3, weight_init="ones", has_bias=False)
+        assert layer(ones(1, 5)).asnumpy().tolist() == layer(ones(1, 5)).asnumpy().tolist() == [[10.0] * 3]
 
     def test_public_names(self) -> None:
         """Documented, importable, and under the public name."""
