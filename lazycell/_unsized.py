@@ -18,6 +18,7 @@ from lazycell._deferral import become_deferred, deferred_class, is_deferred
 from lazycell._errors import UntouchedError
 
 _KEY = "_lazycell_sizing"
+_HOOKS = "_lazycell_hooks"
 _classes: dict[type, type] = {}
 
 
@@ -81,6 +82,12 @@ class _Unsized:
             self._lazycell_require_shape()
         return cast(Parameter, _sized_like(cast(Parameter, self), data).set_data(data, slice_shape))
 
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """Take note of a hook: MindSpore's tensor, which knows it, is another one once there is a shape."""
+        handle = type(self)._lazycell_native.register_hook(self, hook)  # type: ignore[attr-defined]
+        self.__dict__.setdefault(_HOOKS, []).append((handle, hook))
+        return handle
+
 
 def _sized_like(parameter: Parameter, value: Tensor) -> Parameter:
     sizing_of(parameter).size_by_parameter(parameter, tuple(value.shape))
@@ -131,18 +138,36 @@ def give_shape(parameter: Parameter, like: Parameter) -> None:
     If that waits, too, it waits for what that waits for.
     """
     native = type(parameter)._lazycell_native
+    hooks = _hooks_left(parameter)
     internals.give_shape(native, parameter, like)
+    for handle, hook in hooks:
+        handle.id = native.register_hook(parameter, hook).id
     if is_unsized(like):
         parameter.__dict__[_KEY] = sizing_of(like)
         return
     del parameter.__dict__[_KEY]
+    parameter.__dict__.pop(_HOOKS, None)
     parameter.__class__ = deferred_class(native) if is_deferred(like) else native
+
+
+def _hooks_left(parameter: Parameter) -> list[tuple[Any, Any]]:
+    """The hooks of an unsized parameter that nobody has removed, with their handles."""
+    left = list(type(parameter)._lazycell_native.hooks(parameter))
+    return [(handle, hook) for handle, hook in parameter.__dict__.get(_HOOKS, []) if _taken_from(left, hook)]
+
+
+def _taken_from(things: list[Any], thing: Any) -> bool:
+    if thing not in things:
+        return False
+    things.remove(thing)
+    return True
 
 
 def give_nominal_shape(parameter: Parameter) -> None:
     """Let an unsized parameter have the shape that it was built with; its values are about to be assigned."""
     native = type(parameter)._lazycell_native
     del parameter.__dict__[_KEY]
+    parameter.__dict__.pop(_HOOKS, None)
     parameter.__class__ = deferred_class(native) if parameter.has_init else native
 
 

@@ -429,6 +429,17 @@ class TestWaiting:
         assert [g.shape for g in grads] == [p.shape for p in parameters]
         nn.Momentum(parameters, 0.1, 0.9)(grads)
 
+    def test_hooks_of_a_parameter_go_over(self) -> None:
+        """What was registered while it waited, and not removed, runs; and can be removed afterwards."""
+        layer = LazyDense(3, has_bias=False)
+        removed = layer.weight.register_hook(lambda grad: grad * 5)
+        kept = layer.weight.register_hook(lambda grad: grad * 2)
+        removed.remove()
+        grad = ms.grad(lambda x: layer(x).sum(), None, layer.trainable_params())
+        assert grad(ones(1, 2))[0].asnumpy().tolist() == [[2.0, 2.0]] * 3
+        kept.remove()
+        assert grad(ones(1, 2))[0].asnumpy().tolist() == [[1.0, 1.0]] * 3
+
     def test_registry_report_and_warning(self, recwarn: pytest.WarningsRecorder) -> None:
         """Sizes that nobody knows are question marks, and count 0."""
 
