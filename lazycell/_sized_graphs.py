@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mindspore import Tensor, nn
+from mindspore import ParameterTuple, Tensor, nn
 
 from lazycell import _mindspore as internals
 from lazycell import _sizing
@@ -16,6 +17,7 @@ from lazycell._dry_run import touch_by, within
 from lazycell._errors import UntouchedError, the_first
 from lazycell._sizing import WaitingLayer, resolved_waiting, waiting_layer
 from lazycell._touching import own_children, subtree
+from lazycell._unsized import is_unsized, sizing_of
 
 _WAITS = """\
 what is being compiled holds layers that infer their size from their first input ({layers}), and a dry run before the \
@@ -39,6 +41,7 @@ def _with_sizes(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if run is None or _leaves_open((*args, *kwargs.values())):
             raise UntouchedError(_WAITS.format(layers=the_first(_waiting_in(cells))))
         _run(run, cells, args, kwargs)
+    _refuse_weights_without_shape(compiled)
     resolved_waiting()
     try:
         yield
@@ -47,6 +50,17 @@ def _with_sizes(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if not names or isinstance(error, UntouchedError):
             raise
         raise UntouchedError(_WAITS.format(layers=the_first(names))) from error
+
+
+def _refuse_weights_without_shape(compiled: Any) -> None:
+    """Refuse what MindSpore's gradient functions are still to differentiate by; they would fail without a reason."""
+    if not str(getattr(compiled, "__module__", None)).startswith("mindspore."):
+        return
+    enclosed = inspect.getclosurevars(compiled).nonlocals.values() if inspect.isfunction(compiled) else ()
+    for weights in enclosed:
+        for weight in weights if type(weights) in (list, tuple, ParameterTuple) else (weights,):
+            if is_unsized(weight):
+                raise sizing_of(weight).error(weight)
 
 
 _runs: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()

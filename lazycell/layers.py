@@ -82,6 +82,12 @@ class LazyShapeMixin:
         if eager is None or not self.sizes:
             raise TypeError(f"{type(self).__name__} must name an eager layer after LazyShapeMixin, and its sizes.")
         signature = signature_of(eager)
+        unknown = [name for name in self.sizes if name not in signature.parameters]
+        if unknown:
+            raise TypeError(
+                f"{eager.__name__}.__init__() has no argument named {' or '.join(unknown)}, of which "
+                f"{type(self).__name__} says that it is inferred; its arguments are {signature}."
+            )
         kept = [p for p in signature.parameters.values() if p.name not in self.sizes]
         arguments = dict(inspect.Signature(kept).bind(*args, **kwargs).arguments)
         WaitingLayer.begin(cell, type(self), eager, arguments)

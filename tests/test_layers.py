@@ -725,6 +725,17 @@ class TestGraphs:
             found.append([bits(g) for g in library.grad(run.loss, None, net.trainable_params())(x)])
         assert found[0] == found[1]
 
+    @pytest.mark.parametrize("library", [ms, lazycell], ids=["mindspore", "lazycell"])
+    def test_compiled_gradients_by_what_is_not_called(self, library: ModuleType) -> None:
+        """They are refused, at each call: nobody knows their shape."""
+        net = nn.CellList([LazyDense(3), LazyDense(2)])
+        ms.set_context(mode=ms.GRAPH_MODE)
+        grad = library.grad(Through(net[0]).loss, None, list(net.get_parameters()))
+        for _ in range(2):
+            with pytest.raises(lazycell.UntouchedError, match="1.weight has neither shape nor values"):
+                grad(ones(2, 5))
+        assert_waits(net[1])
+
     def test_mindspores_older_gradient_functions(self) -> None:
         """`GradOperation` of a cell."""
         found = []
@@ -1085,6 +1096,9 @@ class TestOwnLayers:
         class NoInfer(LazyShapeMixin, nn.Dense):
             sizes = ("in_channels",)
 
+        class Misspelt(LazyShapeMixin, nn.Dense):
+            sizes = ("in_features",)
+
         class WrongInfer(NoInfer):
             def infer(self, x: Tensor) -> dict[str, int]:
                 return {"channels": 3}
@@ -1092,6 +1106,8 @@ class TestOwnLayers:
         for wrong in (Nothing, NoSizes):
             with pytest.raises(TypeError, match="must name an eager layer after LazyShapeMixin, and its sizes"):
                 wrong()
+        with pytest.raises(TypeError, match="no argument named in_features, of which Misspelt says"):
+            Misspelt(3)
         with pytest.raises(NotImplementedError, match="define infer"):
             NoInfer(3)(ones(2, 5))
         with pytest.raises(TypeError, match="must give \\['in_channels'\\] as a dict"):
