@@ -1,6 +1,6 @@
 """Lazy parameters for MindSpore: only what ``construct`` uses is allocated, trained and reported."""
 
-from lazycell import layers
+from lazycell import distributed, layers
 from lazycell._cell import LazyCell, materialize, optional, release, track
 from lazycell._dry_run import dry_run, spec
 from lazycell._errors import LazyCellError, LazyCellWarning, UntouchedError, UntouchedWarning, UnusedLayerWarning
@@ -28,6 +28,7 @@ __all__ = [
     "UntouchedError",
     "UntouchedWarning",
     "UnusedLayerWarning",
+    "distributed",
     "dry_run",
     "freeze",
     "freeze_state",

@@ -23,6 +23,7 @@ from lazycell._dry_run import touch_by, within
 from lazycell._errors import LazyCellError, UntouchedError, the_first
 from lazycell._history import History
 from lazycell._live import TouchedParameters
+from lazycell._together import Computed, of_all_ranks
 from lazycell._unsized import is_unsized
 
 _log = logging.getLogger("lazycell")
@@ -430,7 +431,11 @@ class _GradientFunction:
 
         def known(gradients: Any) -> Any:
             values = tuple(pair[1] for pair in gradients) if self._return_ids else gradients
-            made = Gradients(values, weights, active and _verified(values, active))
+            computed = Computed(weights, values, active and _verified(values, active))
+            if internals.in_data_parallel():
+                live = isinstance(self._weights, TouchedParameters) and not self._return_ids
+                computed = of_all_ranks(computed, self._weights if live else None)
+            made = Gradients(computed.gradients, computed.parameters, computed.active)
             made.as_computed = True
             self._history.note(made.parameters, None if active is None else made.active)
             if active is not None:

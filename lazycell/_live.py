@@ -72,7 +72,7 @@ class TouchedParameters(NoticingList, Observer):
 
     def _candidates(self) -> Iterator[tuple[Parameter, bool]]:
         """All parameters that may come to be listed, in order, each with whether its use can be tracked."""
-        return _parameters(self._cell, self._recurse)
+        return parameters_in_order(self._cell, self._recurse)
 
     def _look(self) -> None:
         """Look at the tree as it stands now."""
@@ -107,6 +107,11 @@ class TouchedParameters(NoticingList, Observer):
             return
         ids = set(map(id, self._counted))
         self.set_raw([p for p in self._all if id(p) in ids or (p.requires_grad and (self._is_open or is_listed(p)))])
+
+    def everything(self) -> list[Parameter]:
+        """All parameters that may come to be listed, in order."""
+        self.refresh()
+        return self._all[:]
 
     def counted(self) -> list[Parameter]:
         """What is touched and requires a gradient, whatever the list shows."""
@@ -288,7 +293,7 @@ def touch_all(parameters: TouchedParameters) -> None:
             _touching.touch(parameter)
 
 
-def _parameters(cell: nn.Cell, recurse: bool) -> Iterator[tuple[Parameter, bool]]:
+def parameters_in_order(cell: nn.Cell, recurse: bool = True) -> Iterator[tuple[Parameter, bool]]:
     """MindSpore's own listing of parameters, each with whether its use can be tracked."""
     seen: set[int] = set()
     for current in _touching.subtree(cell) if recurse else (cell,):

@@ -22,6 +22,7 @@ from lazycell._groups import Groups, OptimizerParameters
 from lazycell._listed import Patched
 from lazycell._live import touch_all
 from lazycell._states import States
+from lazycell._together import refuse_differing
 from lazycell._touching import is_touched, mark_optimized, touch, touch_order
 
 # Of parameters that took part together: so many get a native optimizer of their own, which costs what they cost. For
@@ -185,7 +186,8 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
             What the native optimizer returns.
 
         Raises:
-            LazyCellError: They are too many, too few, of another net, or of other shapes. Nothing was updated.
+            LazyCellError: They are too many, too few, of another net, of other shapes, or, in data parallelism, of
+                other parameters than those of other ranks. Nothing was updated.
             UntouchedError: None of the parameters has been touched.
         """
         found = self._matched(gradients)
@@ -226,6 +228,8 @@ class LazyOptimizer(nn.Cell):  # type: ignore[misc]
         else:
             if len(gradients) != len(parameters):
                 parameters, gradients = self._among_all(gradients)
+            if internals.in_data_parallel() and not self._latest:  # gradients of MindSpore's own functions
+                refuse_differing(parameters)
             found = list(zip(parameters, gradients, self._took_part(parameters, gradients)))
         if not getattr(gradients, "as_computed", False):
             _refuse_other_shapes((parameter, gradient) for parameter, gradient, _ in found)

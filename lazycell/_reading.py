@@ -6,7 +6,7 @@ import copy
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Protocol
 
@@ -187,8 +187,17 @@ def _cell_finished(frame: FrameType | None, forget: internals.Forget) -> None:
         cell, used = finished
         reports = state_of(cell) is None  # a tracked cell reports when its call returns
         graph_finished([cell], used, reports)
+        internals.when_parameters_are_broadcast(frame, on_broadcast)
     for thing in internals.noted_in_compilation(frame):
         thing.graph_finished(forget)
+
+
+def with_storage(cell: nn.Cell) -> dict[str, Parameter]:
+    """What MindSpore broadcasts of a cell's parameters: all that have storage."""
+    return {p.name: p for p in cell.get_parameters() if not (_deferral.is_deferred(p) or p.layerwise_parallel)}
+
+
+on_broadcast: Callable[[nn.Cell], dict[str, Parameter]] = with_storage  # _together's own sees to the others
 
 
 def function_compiled(noted: list[nn.Cell | BuiltIn], parameters: list[Parameter], forget: internals.Forget) -> None:

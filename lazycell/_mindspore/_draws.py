@@ -11,7 +11,7 @@ from typing import Any
 
 import mindspore
 import numpy as np
-from mindspore import Tensor
+from mindspore import Parameter, Tensor
 from mindspore.common import initializer as _initializers
 from mindspore.common.initializer import Initializer
 
@@ -109,6 +109,21 @@ def record_draw(tensor: Tensor) -> bool:
         recorded._lazycell_seed = int(_initializers._numpy_seed())
     tensor.init = recorded
     return True
+
+
+def seed_of(parameter: Parameter) -> int | None:
+    """The seed that a parameter without storage will draw from; 0 if it draws nothing, None if it has no seed."""
+    init = parameter.init_mode.init
+    if getattr(init, "_lazycell_recorded", None) not in _NO_DRAW | _ONE_DRAW:
+        return None
+    return getattr(init, "_lazycell_seed", 0)
+
+
+def with_seed(init: Initializer, seed: int) -> Initializer:
+    """An initializer like another one, which `record_draw` has made, that draws from another seed."""
+    other = copy.copy(init)
+    other._lazycell_seed = seed
+    return other
 
 
 class KeptValues(Initializer):  # type: ignore[misc]

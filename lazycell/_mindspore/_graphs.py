@@ -13,7 +13,9 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
+import mindspore
 from mindspore import Parameter, nn
+from mindspore.ops.primitive import constexpr
 
 from lazycell._mindspore._construction import replace_attribute
 from lazycell._mindspore._running import asked_by, callers_of, is_compiling, module_of, stack
@@ -65,6 +67,42 @@ def init_parameters_data(cell: nn.Cell, finished: Callable[[FrameType], None], *
     vars(cell).pop("init_parameters_data", None)
     finished(sys._getframe())
     return cell.init_parameters_data(*args, **kwargs)
+
+
+@constexpr(check=False)  # type: ignore[untyped-decorator]
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+def in_graph() -> bool:
+    """Whether this is part of a graph: MindSpore's compiler parses it, and has no value for a function."""
+
+    def function() -> int:
+        return 0
+
+    return _is_none(function)  # type: ignore[no-any-return]
+
+
+def when_parameters_are_broadcast(frame: FrameType | None, prepare: Callable[[nn.Cell], dict[str, Parameter]]) -> None:
+    """Ask for a call before MindSpore broadcasts the parameters of the cell that `finished_graph` has told of.
+
+    It does so at the end of a cell's compilation, if ``parameter_broadcast`` is set.
+
+    Args:
+        frame: The frame that `finished_graph` was asked about.
+        prepare: Given the cell, returns the parameters to broadcast, by name.
+    """
+    if mindspore.get_auto_parallel_context("parameter_broadcast"):
+        compiling = None if frame is None else asked_by(frame)
+        if compiling is not None and api.BROADCAST_PHASE not in compiling.f_locals["phase"]:
+            cell = compiling.f_locals["obj"]
+            vars(cell)["parameters_broadcast_dict"] = functools.partial(parameters_broadcast_dict, cell, prepare)
+
+
+def parameters_broadcast_dict(cell: nn.Cell, prepare: Callable[[nn.Cell], dict[str, Parameter]]) -> Any:
+    """What stands in, once, for the method of this name on a cell whose parameters are about to be broadcast."""
+    vars(cell).pop("parameters_broadcast_dict", None)
+    return prepare(cell)
 
 
 Forget = Callable[[], None]  # lets what was compiled be compiled anew at its next call

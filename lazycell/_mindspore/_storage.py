@@ -11,6 +11,7 @@ import mindspore
 from mindspore import Parameter, Tensor
 from mindspore.common.initializer import Initializer, Zero
 
+from lazycell._mindspore._draws import with_seed
 from lazycell._mindspore._versions import api
 
 
@@ -39,6 +40,12 @@ def set_initializer(parameter: Parameter, tensor: Tensor) -> None:
     """Let a parameter without storage take the initializer of a tensor, which may belong to others as well."""
     parameter.init = tensor.init
     parameter.init_mode = tensor_without_storage(tensor.shape, tensor.dtype, tensor.init)
+
+
+def set_seed_of(parameter: Parameter, seed: int) -> None:
+    """Let a parameter without storage, which has a seed, draw its values from another one."""
+    tensor = parameter.init_mode
+    set_initializer(parameter, tensor_without_storage(tensor.shape, tensor.dtype, with_seed(tensor.init, seed)))
 
 
 def nominal_shape(parameter: Parameter) -> tuple[int, ...]:
