@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 
+import mindspore as ms
 import pytest
 from helpers import lazycell_calls, ones
 from mindspore import Tensor, nn
@@ -100,6 +102,56 @@ def test_work_per_layer_does_not_grow(which: str) -> None:
         calls["callbacks"] = lazycell_calls(lambda net=net: net(ones(1, 2)))
         counts.append(calls[which] / layers)
     assert counts[1] < 1.2 * counts[0]
+
+
+def settled_step(dead: int) -> Callable[[], object]:
+    """A training step that has run, of a net with one live layer and some dead ones, all of them trainable."""
+
+    class Branches(lazycell.LazyCell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.live = nn.Dense(2, 2)
+            self.dead = nn.CellList([nn.Dense(2, 2) for _ in range(dead)])
+
+        def construct(self, x: Tensor) -> Tensor:
+            return self.live(x)
+
+    net = Branches()
+    optimizer = lazycell.LazyOptimizer(nn.Momentum, net.trainable_params(), 0.1, 0.9)
+
+    def forward(x: Tensor) -> Tensor:
+        return net(x).sum()
+
+    grad = lazycell.value_and_grad(forward, None, net.trainable_params())
+
+    def step() -> None:
+        _, gradients = grad(ones(1, 2))
+        optimizer(gradients)
+
+    for _ in range(3):
+        step()
+    return step
+
+
+@pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
+@pytest.mark.parametrize("mode", [ms.PYNATIVE_MODE, ms.GRAPH_MODE], ids=["PyNative", "Graph"])
+def test_dead_layers_cost_a_settled_step_nothing(mode: int) -> None:
+    """A step with forty dead layers runs exactly the functions of lazycell that it runs without any."""
+    ms.set_context(mode=mode)
+    steps = [settled_step(dead) for dead in (0, 40)]
+    for _ in range(3):  # in turns, so that what other tests have left is the same for both
+        none, many = (lazycell_calls(step, with_guard=False) for step in steps)
+    assert none == many
+
+
+@pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
+def test_a_settled_step_makes_no_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who took part is found out with what is there: a new parameter costs as much as several operators."""
+    step, made = settled_step(1), []
+    native = ms.Parameter.__init__
+    monkeypatch.setattr(ms.Parameter, "__init__", lambda *args, **kwargs: made.append(args) or native(*args, **kwargs))
+    step()
+    assert not made
 
 
 def test_the_guard_of_older_versions_is_needed_only_there() -> None:
