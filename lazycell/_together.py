@@ -17,7 +17,8 @@ from lazycell._live import TouchedParameters, parameters_in_order
 
 _UNEQUAL = """\
 sync_touched() was given nets that differ from rank to rank: {details}. In data parallelism all ranks build the same \
-net, and freeze the same layers of it."""
+net, and freeze the same layers of it. Where a shape is ?, give it on all ranks before: lazycell.dry_run(layer, \
+inputs)."""
 
 _GRADIENTS = """\
 the ranks have gradients of different parameters; to reduce them hangs, or adds up what doesn't belong together: \

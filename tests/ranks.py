@@ -489,6 +489,30 @@ def unequal_nets(rank: int) -> list[str]:
     return [error_of(lambda: sync_touched(one)), error_of(lambda: sync_touched(other))]
 
 
+class Unsized(lazycell.LazyCell):
+    """Branches that infer their input size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = lazycell.layers.LazyDense(5), lazycell.layers.LazyDense(5)
+
+    def construct(self, x: Tensor, left: bool) -> Tensor:
+        return self.left(x) if left else self.right(x)
+
+
+def without_sizes(rank: int) -> dict[str, Any]:
+    """Layers that infer their size, first each on one rank, then all on all; from another seed on each rank."""
+    seed(rank)
+    net, x = Unsized(), ops.ones((8, 6))
+    first = sync_touched(net)
+    net(x, rank == 0)
+    error = error_of(lambda: sync_touched(net))
+    for layer in (net.left, net.right):
+        lazycell.dry_run(layer, lazycell.spec(8, 6))
+    names = sync_touched(net)
+    return {"first": first, "error": error, "names": names, "bits": bits(net.get_parameters())}
+
+
 def elsewhere(rank: int) -> str:
     """An exception in a forward pass, which one rank catches, and goes on to synchronize."""
     net = Net()

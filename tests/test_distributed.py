@@ -32,7 +32,8 @@ LIMIT = 280  # seconds
 PEACEFUL = (
     "trained_with_adam", "trained_in_groups", "trained_inside", "trained_in_graph_mode", "trained_by_mindspore",
     "trained_under_the_patch", "accumulated", "readme", "other_seeds", "loaded", "repeated", "resting", "shared",
-    "frozen", "broadcast", "statistics", "unsynced", "unequal_nets", "elsewhere", "not_in_data_parallel",
+    "frozen", "broadcast", "statistics", "unsynced", "unequal_nets", "without_sizes", "elsewhere",
+    "not_in_data_parallel",
 )  # fmt: skip
 
 Results = dict[str, list[Any]]
@@ -255,6 +256,19 @@ def test_unequal_nets(results: Results) -> None:
     shapes, layers = same(results, "unequal_nets")
     assert "rank 1 has no stem.weight (5, 6) Float32" in shapes
     assert "rank 0 has no more.weight, more.bias" in layers
+
+
+def test_layers_without_sizes(results: Results) -> None:
+    """Sized on one rank only, they are an error on all; sized by a dry run on all, they have the values of rank 0."""
+    both = same(results, "without_sizes")
+    assert both["first"] == [] and len(both["names"]) == 4
+    assert "rank 0 has no left.weight ? Float32" in both["error"]
+    assert "rank 1 has no left.weight (5, 6) Float32" in both["error"] and "lazycell.dry_run(layer" in both["error"]
+    ranks.seed(0)
+    net = ranks.Unsized()
+    for layer in (net.left, net.right):
+        lazycell.dry_run(layer, lazycell.spec(8, 6))
+    assert ranks.bits(net.get_parameters()) == both["bits"]
 
 
 def test_ranks_that_are_elsewhere(results: Results) -> None:
