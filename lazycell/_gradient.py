@@ -70,6 +70,8 @@ def value_and_grad(
         ValueError: ``grad_position`` and ``weights`` are both None.
         TypeError: ``weights`` is none of these.
         LazyCellError: By the function, before anything is differentiated: a weight is frozen, or there is none at all.
+            In data parallelism also afterwards, on all ranks: others have gradients of other parameters; see
+            `lazycell.distributed.sync_touched`.
         UntouchedError: By the function: nothing of a live list or a cell was touched.
 
     Example:

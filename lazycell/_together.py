@@ -42,7 +42,7 @@ def sync(listed: list[tuple[Parameter, bool]]) -> tuple[str, ...]:
         LazyCellError: On all ranks, if the nets differ, or a rank does something else.
     """
     parameters = [parameter for parameter, _ in listed]
-    touched = _touched(listed)
+    touched = [_touching.is_touched(parameter) or not tracked for parameter, tracked in listed]
     described = _ranks.described(parameters)
     is_new = any(map(_is_new, parameters, touched))
     met = _ranks.meet("sync_touched()", "\n".join(described).encode(), bytes(touched), is_new)
@@ -67,10 +67,6 @@ def _broadcast(cell: nn.Cell) -> dict[str, Parameter]:
 
 
 _reading.on_broadcast = _broadcast
-
-
-def _touched(listed: list[tuple[Parameter, bool]]) -> list[bool]:
-    return [_touching.is_touched(parameter) or not tracked for parameter, tracked in listed]
 
 
 def _touch(parameters: list[Parameter], touched: list[bool]) -> None:
@@ -175,12 +171,10 @@ def _take_values(parameters: list[Parameter], touched: list[bool]) -> None:
     is_same = (table == table[0]).all(axis=(0, 2))
     all_seeds = (table[:, :, 0] == _SEED).all(axis=0)
     for index, (parameter, is_touched) in enumerate(zip(parameters, touched)):
-        if is_same[index]:
-            pass
-        elif all_seeds[index]:
+        if not is_same[index] and all_seeds[index]:
             low, high = table[0, index, 1:].view(np.uint32).tolist()
             internals.set_seed_of(parameter, low | high << 32)
-        else:
+        elif not is_same[index]:
             _take_values_of_first(parameter)
         if not _unsized.is_unsized(parameter):
             parameter._lazycell_agreed = _TOUCHED if is_touched else max(agreed(parameter), _VALUES)

@@ -90,6 +90,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 def same(results: Results, name: str) -> Any:
     """What both ranks have returned, in the same order."""
     one, other = results[name]
+    assert "failed" not in one and "failed" not in other, f"{one}\n{other}"
     assert json.dumps(one) == json.dumps(other)
     return one
 
