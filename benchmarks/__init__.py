@@ -1,0 +1,1 @@
+"""Benchmarks against the limit and against other frameworks: ``python -m benchmarks [NAME ...]``."""
