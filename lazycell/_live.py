@@ -155,8 +155,10 @@ class TouchedParameters(NoticingList, Observer):
         flags, self._flags = self._flags, []
         if not parameter.requires_grad:
             return
+        if not (Patched.active or Listed.ever):
+            flags.append(True)
         self._used.append(parameter)
-        self._flags = flags if Patched.active or Listed.ever else [*flags, True]
+        self._flags = flags
         place = bisect(self._ranks, rank)
         if not place or self._ranks[place - 1] != rank:
             shows_more = self._is_open or self.shows_unused()
