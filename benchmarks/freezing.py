@@ -16,7 +16,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 import lazycell
-from benchmarks import _measure, outside
+from benchmarks import _measure, _results, outside
 from benchmarks._results import Plot, Results
 
 MODES = {"PyNative": ms.PYNATIVE_MODE, "Graph": ms.GRAPH_MODE}
@@ -40,7 +40,7 @@ class Chain(lazycell.LazyCell):
 class Mlp(Chain):
     """12 x Dense(768) with ReLU."""
 
-    batch, shape, stages_count, rounds, larger = 128, (768,), 12, 32, 32
+    batch, shape, stages_count, rounds, larger = 128, (768,), 12, 24, 32
 
     def __init__(self) -> None:
         super().__init__([nn.SequentialCell(nn.Dense(768, 768), nn.ReLU()) for _ in range(12)])
@@ -49,7 +49,7 @@ class Mlp(Chain):
 class Conv(Chain):
     """6 x Conv2d(32) with ReLU."""
 
-    batch, shape, stages_count, rounds, larger = 16, (3, 32, 32), 6, 32, 4
+    batch, shape, stages_count, rounds, larger = 4, (3, 32, 32), 6, 8, 8
 
     def __init__(self) -> None:
         convs = [nn.Conv2d(32 if index else 3, 32, 3, has_bias=True) for index in range(6)]
@@ -173,4 +173,5 @@ def run() -> Results:
     for net in NETS:
         for mode in MODES:
             measure(results, net, mode)
+            _results.save("freezing", results)  # it takes long
     return results

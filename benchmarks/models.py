@@ -109,7 +109,7 @@ def run() -> Results:
     )  # fmt: skip
     for model, (batch, size) in MODELS.items():
         x, y = inputs(model)
-        built = _measure.rebuilt(lambda rival: _measure.timed(construction(model, rival)), RIVALS, 1, 9)  # noqa: B023
+        built = _measure.rebuilt(lambda rival: _measure.timed(construction(model, rival)), RIVALS, 1, 7)  # noqa: B023
         steps: dict[str, Callable[[], Any]] = {}
 
         def first(rival: str) -> _measure.Rival:
@@ -120,11 +120,11 @@ def run() -> Results:
 
             return _measure.timed(work)
 
-        firsts = _measure.rebuilt(first, RIVALS, 1, 3)
+        firsts = _measure.rebuilt(first, RIVALS, 1, 2)
         for _ in range(2):
             losses = [steps[rival]() for rival in RIVALS]  # MindSpore's own vary in the last bits from run to run
             assert np.allclose(*losses, rtol=1e-4), losses
-        steady = _measure.interleaved({rival: _measure.timed(steps[rival]) for rival in RIVALS}, 9)
+        steady = _measure.interleaved({rival: _measure.timed(steps[rival]) for rival in RIVALS}, 7)
         ratios = [_measure.ratio(taken, *RIVALS) for taken in (built, firsts, steady)]
         time.add(model, f"{batch} of (3, {size}, {size})", *ratios, _measure.milliseconds(steady, "plain"))
     space = results.table(

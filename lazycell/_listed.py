@@ -49,6 +49,12 @@ def is_listed(parameter: Parameter) -> bool:
     return getattr(parameter, "_lazycell_listed", False)
 
 
+def are_listed(parameters: list[Parameter]) -> list[bool]:
+    """The same for many; asked at each step in Graph mode, also of deferred ones, whose attributes come slowly."""
+    get = object.__getattribute__
+    return ["_lazycell_listed" in get(parameter, "__dict__") for parameter in parameters]
+
+
 def leave_out(parameters: list[Parameter]) -> None:
     """A script has seen a list without these parameters, because they aren't used so far."""
     for parameter in parameters:

@@ -19,6 +19,7 @@ from lazycell._listed import (
     Listed,
     NoticingList,
     Patched,
+    are_listed,
     gone_through_with,
     is_listed,
     leave_out,
@@ -106,7 +107,8 @@ class TouchedParameters(NoticingList, Observer):
             self.set_raw(self._counted)
             return
         ids = set(map(id, self._counted))
-        self.set_raw([p for p in self._all if id(p) in ids or (p.requires_grad and (self._is_open or is_listed(p)))])
+        known = zip(self._all, internals.trainable_flags(self._all), are_listed(self._all))
+        self.set_raw([p for p, trains, listed in known if id(p) in ids or (trains and (self._is_open or listed))])
 
     def everything(self) -> list[Parameter]:
         """All parameters that may come to be listed, in order."""

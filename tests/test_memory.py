@@ -12,7 +12,7 @@ from helpers import lazycell_calls, ones
 from mindspore import Tensor, nn
 
 import lazycell
-from lazycell import _mindspore, _tracking
+from lazycell import _listed, _mindspore, _tracking
 
 DEAD_GIANTS = """
 import warnings
@@ -135,9 +135,11 @@ def settled_step(dead: int) -> Callable[[], object]:
 
 @pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
 @pytest.mark.parametrize("mode", [ms.PYNATIVE_MODE, ms.GRAPH_MODE], ids=["PyNative", "Graph"])
-def test_dead_layers_cost_a_settled_step_nothing(mode: int) -> None:
+@pytest.mark.parametrize("looked", [False, True], ids=["", "after a script has looked at a list under the patch"])
+def test_dead_layers_cost_a_settled_step_nothing(looked: bool, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step with forty dead layers runs exactly the functions of lazycell that it runs without any."""
     ms.set_context(mode=mode)
+    monkeypatch.setattr(_listed.Listed, "ever", looked)
     steps = [settled_step(dead) for dead in (0, 40)]
     for _ in range(3):  # in turns, so that what other tests have left is the same for both
         none, many = (lazycell_calls(step, with_guard=False) for step in steps)
