@@ -103,7 +103,7 @@ def _draw(plot: Plot, path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = path.name  # the same figures give the same file
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
     places = range(len(plot.x))
     for index, (label, values) in enumerate(plot.lines.items()):
         axes.plot(places, values, label=label, marker="osD^vP*X"[index % 8], markersize=5, linewidth=1.5)
@@ -114,7 +114,7 @@ def _draw(plot: Plot, path: Path) -> None:
     else:
         axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside right upper", fontsize="small")
     PLOTS.mkdir(exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)

@@ -170,8 +170,8 @@ def measure(results: Results, net: str, mode: str) -> None:
 def run() -> Results:
     """Run all of it."""
     results = Results()
-    for net in NETS:
-        for mode in MODES:
+    for mode in MODES:
+        for net in NETS:
             measure(results, net, mode)
             _results.save("freezing", results)  # it takes long
     return results

@@ -109,7 +109,7 @@ def run() -> Results:
     )  # fmt: skip
     for model, (batch, size) in MODELS.items():
         x, y = inputs(model)
-        built = _measure.rebuilt(lambda rival: _measure.timed(construction(model, rival)), RIVALS, 1, 7)  # noqa: B023
+        built = _measure.rebuilt(lambda rival: _measure.timed(construction(model, rival)), RIVALS, 1, 5)  # noqa: B023
         steps: dict[str, Callable[[], Any]] = {}
 
         def first(rival: str) -> _measure.Rival:
@@ -124,7 +124,7 @@ def run() -> Results:
         for _ in range(2):
             losses = [steps[rival]() for rival in RIVALS]  # MindSpore's own vary in the last bits from run to run
             assert np.allclose(*losses, rtol=1e-4), losses
-        steady = _measure.interleaved({rival: _measure.timed(steps[rival]) for rival in RIVALS}, 7)
+        steady = _measure.interleaved({rival: _measure.timed(steps[rival]) for rival in RIVALS}, 5)
         ratios = [_measure.ratio(taken, *RIVALS) for taken in (built, firsts, steady)]
         time.add(model, f"{batch} of (3, {size}, {size})", *ratios, _measure.milliseconds(steady, "plain"))
     space = results.table(

@@ -9,7 +9,7 @@ import lazycell
 from benchmarks import _measure
 from benchmarks._results import Results
 
-LAYERS = {1: 1200, 10: 600, 100: 120, 1000: 16}  # and rounds
+LAYERS = {1: 1200, 10: 400, 100: 60, 1000: 12}  # and rounds
 MODES = {"PyNative": ms.PYNATIVE_MODE, "Graph": ms.GRAPH_MODE}
 
 

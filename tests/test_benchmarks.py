@@ -7,10 +7,11 @@ from pathlib import Path
 
 import mindspore as ms
 import pytest
-from benchmarks import _measure, _results, freezing, scale, settled, training
 from mindspore import nn
 
 import lazycell
+from benchmarks import _measure, _results, freezing, scale, settled, training
+from benchmarks.__main__ import NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
 
@@ -18,7 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
 def test_tables_are_those_that_were_measured() -> None:
     """README's tables and plots are written by ``python -m benchmarks``, never by hand."""
     text = _results.README.read_text(encoding="utf-8")
-    for path in _results.RESULTS.glob("*.json"):
+    found = list(_results.RESULTS.glob("*.json"))
+    assert found and {path.stem for path in found} <= set(NAMES)
+    for path in found:
         data = json.loads(path.read_text(encoding="utf-8"))
         assert _results.markdown(path.stem, data) in text
         assert all((_results.PLOTS / f"{path.stem}-{i + 1}.svg").exists() for i in range(len(data["plots"])))
