@@ -18,8 +18,8 @@ from mindspore import Tensor, nn
 import lazycell
 from benchmarks import _measure, _results, outside
 from benchmarks._results import Plot, Results
+from benchmarks.training import MODES
 
-MODES = {"PyNative": ms.PYNATIVE_MODE, "Graph": ms.GRAPH_MODE}
 RIVALS = ("lazycell", "MindSpore", "the limit")
 Step = Callable[[Tensor], "tuple[Tensor, ...]"]
 

@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 import lazycell
-from benchmarks import _measure
+from benchmarks import _measure, training
 from benchmarks._results import Results
 
 MODELS = {"resnet50": (4, 64), "googlenet": (4, 96), "vit_b_32_224": (4, 224)}  # batch and size of images
@@ -82,9 +82,7 @@ def memory(model: str, rival: str) -> tuple[int, int, int]:
             weights = lazycell.registry(net).allocated_nbytes
         else:
             weights = sum(parameter.nbytes for parameter in net.get_parameters())
-        known = {id(parameter) for parameter in optimizer.parameters}
-        moments = sum(p.nbytes for p in optimizer.get_parameters() if id(p) not in known and p.size > 1)
-    return peak, weights, moments
+    return peak, weights, training.optimizer_bytes(optimizer)
 
 
 def construction(model: str, rival: str) -> Callable[[], object]:

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import mindspore as ms
-from mindspore import Tensor, nn
+from mindspore import nn
 
 import lazycell
-from benchmarks import _measure
+from benchmarks import _measure, construction
 from benchmarks._results import Results
+from benchmarks.training import MODES
 
 LAYERS = {1: 1200, 10: 400, 100: 60, 1000: 12}  # and rounds
-MODES = {"PyNative": ms.PYNATIVE_MODE, "Graph": ms.GRAPH_MODE}
 
 
 def build(base: type[nn.Cell], live: int, dead: int) -> nn.Cell:
-    """A net of live and dead layers that has run once."""
-
-    class Net(base):
-        def __init__(self) -> None:
-            super().__init__()
-            self.live = nn.SequentialCell([nn.Dense(8, 8) for _ in range(live)])
-            self.dead = nn.SequentialCell([nn.Dense(8, 8) for _ in range(dead)])
-
-        def construct(self, x: Tensor) -> Tensor:
-            return self.live(x)
-
-    net = Net()
+    """A net of live and dead layers that has run."""
+    net = construction.build(base, live, dead, 8)
     for _ in range(3):
         net(ms.ops.ones((1, 8)))
     return net

@@ -13,7 +13,6 @@ from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import mindspore
-import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from lazycell import _deferral
@@ -187,8 +186,7 @@ def _undisturbed(cells: list[nn.Cell]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(mindspore.set_context, mode=mindspore.get_context("mode"))
         mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
-        stack.callback(np.random.set_state, np.random.get_state())
-        stack.callback(mindspore.set_rng_state, mindspore.get_rng_state())
+        stack.callback(internals.set_random_state, internals.random_state())
         stack.enter_context(internals.hooks_silenced(cells))
         stack.enter_context(_unrecorded(cells))
         with internals.recording_ended():

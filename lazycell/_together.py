@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,6 +89,10 @@ class Computed:
     gradients: tuple[Any, ...]
     active: list[bool] | None
 
+    def flags(self) -> list[bool]:
+        """Which parameters took part; all, if nobody looked."""
+        return [True] * len(self.parameters) if self.active is None else self.active
+
 
 def of_all_ranks(own: Computed, live: TouchedParameters | None) -> Computed:
     """Gradients of the same parameters on all ranks, and which of these took part on any of them.
@@ -102,9 +108,8 @@ def of_all_ranks(own: Computed, live: TouchedParameters | None) -> Computed:
     with internals.no_gradients():
         if live is not None and any(map(agreed, live.everything())):
             return _completed(own, live)
-        flags = [True] * len(own.parameters) if own.active is None else own.active
-        met = _compare(own.parameters, flags)
-        return own if met.same_state else replace(own, active=_ranks.on_any(flags))
+        met = _compare(own.parameters, own.flags())
+        return own if met.same_state else replace(own, active=_ranks.on_any(own.flags()))
 
 
 def refuse_differing(parameters: list[Parameter]) -> None:
@@ -129,7 +134,7 @@ def _completed(own: Computed, live: TouchedParameters) -> Computed:
     """Gradients of a net that all ranks are known to share, with zeros for what only others have reached."""
     everything = live.everything()
     place = {id(parameter): index for index, parameter in enumerate(own.parameters)}
-    flags = [True] * len(own.parameters) if own.active is None else own.active
+    flags = own.flags()
     has = [id(parameter) in place for parameter in everything]
     active = [id(parameter) in place and flags[place[id(parameter)]] for parameter in everything]
     met = _compare(everything, [*has, *active])
@@ -187,24 +192,22 @@ def _origin(parameter: Parameter) -> tuple[int, int, int]:
     seed = internals.seed_of(parameter) if _deferral.is_deferred(parameter) else None
     if seed is not None:
         return _SEED, seed & 0xFFFFFFFF, seed >> 32
-    digest = hashlib.blake2b(_values(parameter).tobytes(), digest_size=8).digest()
+    with _with_storage(parameter):
+        digest = hashlib.blake2b(parameter.asnumpy().tobytes(), digest_size=8).digest()
     return _DIGEST, int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def _values(parameter: Parameter) -> np.ndarray[Any, Any]:
-    """The values of a parameter, which stays without storage if it is."""
+@contextmanager
+def _with_storage(parameter: Parameter) -> Iterator[None]:
+    """Give a parameter storage, and let it be without again afterwards if it was; what it holds then, it keeps."""
     deferred = _deferral.is_deferred(parameter)
     _deferral.materialize(parameter)  # a mere read would count as a use, inside a forward pass
-    values: np.ndarray[Any, Any] = parameter.asnumpy()
+    yield
     if deferred:
         _deferral.drop(parameter, _deferral.ValueStore)
-    return values
 
 
 def _take_values_of_first(parameter: Parameter) -> None:
-    deferred = _deferral.is_deferred(parameter)
-    _deferral.materialize(parameter)
-    values = _ranks.values_of_first_rank(parameter.asnumpy())
-    ops.assign(parameter, Tensor(values).astype(parameter.dtype))  # in place: graphs notice nothing else
-    if deferred:
-        _deferral.drop(parameter, _deferral.ValueStore)
+    with _with_storage(parameter):
+        values = _ranks.values_of_first_rank(parameter.asnumpy())
+        ops.assign(parameter, Tensor(values).astype(parameter.dtype))  # in place: graphs notice nothing else
