@@ -194,6 +194,7 @@ class _GradientFunction:
         if not isinstance(self._weights, TouchedParameters):
             self._refuse_unfit()
         if internals.in_graph_mode():
+            internals.end_forgotten_recording()
             return self._in_graph(args, kwargs)
         with internals.recording_ended():
             return self._in_python(args, kwargs)
@@ -441,8 +442,10 @@ class _GradientFunction:
             made.as_computed = True
             self._history.note(made.parameters, None if active is None else made.active)
             if active is not None:
-                for parameter in _touching.untouched_among(compress(made.parameters, made.active)):
-                    _touching.touch(parameter)  # it was used where nobody sees it
+                took_part = list(compress(made.parameters, made.active))
+                for parameter, is_known in zip(took_part, _touching.are_touched(took_part)):
+                    if not is_known:
+                        _touching.touch(parameter)  # it was used where nobody sees it
                 for participant in list(participants):
                     participant.took_part(made)
             return gradients if self._return_ids else made

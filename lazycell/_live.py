@@ -87,10 +87,13 @@ class TouchedParameters(NoticingList, Observer):
 
     def _fill(self) -> None:
         """List what counts by now; freezing and unfreezing shows here."""
-        self._used = [p for p, tracked in self._known if is_touched(p) or not tracked]
+        touched = _touching.are_touched(self._all)
+        used = [rank for rank, (_, tracked) in enumerate(self._known) if touched[rank] or not tracked]
+        self._used = [self._all[rank] for rank in used]
         self._flags = internals.trainable_flags(self._looked_after())
-        counted = [p for p in self._used if p.requires_grad]
-        self._ranks = [self._rank[id(parameter)] for parameter in counted]
+        trained = internals.trainable_flags(self._used)
+        self._ranks = [rank for rank, trains in zip(used, trained) if trains]
+        counted = [self._all[rank] for rank in self._ranks]
         if list(map(id, counted)) != list(map(id, self._counted)):
             self._leave_graphs()
         self._counted = counted
@@ -102,7 +105,7 @@ class TouchedParameters(NoticingList, Observer):
 
     def _show(self) -> None:
         """List what is touched, and what has been listed for good; all, under the patch, before anything is touched."""
-        self._is_open = Patched.active and not any(map(is_touched, self._all))
+        self._is_open = Patched.active and not any(_touching.are_touched(self._all))
         if self._only_counted or not (self._is_open or Listed.ever):
             self.set_raw(self._counted)
             return

@@ -10,7 +10,7 @@ import itertools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,7 @@ class CellState:
         optional: Whether its author declared that it may stay unused.
         by_library: Whether MindSpore assigned it to its parent, not the user.
         reported: Whether what it leaves unused has been warned of.
+        adopted_in: The version of `Structure` in which everything below it was tracked last.
         graph_parameters, graph_states: What the graphs compiled of it hold: parameters, and cells without any.
     """
 
@@ -47,6 +48,7 @@ class CellState:
         self.by_library = False
         self.graph_parameters: list[Parameter] = []
         self.graph_states: list[CellState] = []
+        self.adopted_in: int | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -67,6 +69,7 @@ class CellState:
         copied = CellState.__new__(CellState)
         memo[id(self)] = copied
         copied.__dict__.update(self.__dict__, graph_parameters=[], graph_states=[])  # a copy compiles its own graphs
+        copied.adopted_in = None
         twin = memo.get(id(self.cell()))  # copy.deepcopy() notes a new object before it copies its parts
         copied.cell = self.cell if twin is None else weakref.ref(twin)
         return copied
@@ -146,10 +149,10 @@ def is_touched(parameter: Parameter) -> bool:
     return touch_order(parameter) is not None
 
 
-def untouched_among(parameters: Iterable[Parameter]) -> list[Parameter]:
-    """Which of some parameters have taken part in no forward pass; asked at each step, where all have."""
+def are_touched(parameters: list[Parameter]) -> list[bool]:
+    """The same for many; asked at each step."""
     get = object.__getattribute__  # deferred ones have a slower one
-    return [parameter for parameter in parameters if get(parameter, "__dict__").get("_lazycell_touched") is None]
+    return [get(parameter, "__dict__").get("_lazycell_touched") is not None for parameter in parameters]
 
 
 def hold(parameter: Parameter) -> None:

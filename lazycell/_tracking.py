@@ -86,6 +86,9 @@ def begin(cell: nn.Cell) -> CellState:
 def adopt(cell: nn.Cell) -> None:
     """Track a cell and all below it that aren't tracked yet; what has run before counts as used."""
     internals.require_known_internals()
+    state = state_of(cell)
+    if state is not None and state.adopted_in == Structure.version:
+        return
     for current in list(subtree(cell)):
         if state_of(current) is None:
             begin(current)
@@ -93,6 +96,7 @@ def adopt(cell: nn.Cell) -> None:
                 _use_untracked(current)
             else:
                 watch(current)
+    begin(cell).adopted_in = Structure.version
 
 
 def _use_untracked(cell: nn.Cell) -> None:

@@ -11,6 +11,8 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from lazycell import _mindspore as internals  # noqa: E402
+
 settings.register_profile(
     "lazycell",
     deadline=None,  # machines are shared and noisy
@@ -34,7 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def pynative() -> None:
-    """Every test starts in PyNative mode, from the same random numbers."""
+    """Every test starts in PyNative mode, from the same random numbers, with no recording left on by a failure."""
+    internals.end_forgotten_recording()
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
     mindspore.set_seed(0)
     np.random.seed(0)

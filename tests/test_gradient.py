@@ -794,6 +794,32 @@ def test_freezing_between_steps(mode: str) -> None:
     assert names(function(ones(4, 3))[1].parameters) == ["trunk.weight", "head.weight"]
 
 
+def test_a_failure_of_mindspores_gradients_before_graphs() -> None:
+    """What it leaves on doesn't reach graphs, which hold as many gradients as are used by now."""
+
+    def fails(x: Tensor) -> Tensor:
+        raise ValueError("middle")
+
+    class Flagged(lazycell.LazyCell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always = nn.Dense(3, 3)
+            self.branch = nn.Dense(3, 3)
+
+        def construct(self, x: Tensor, flag: bool) -> Tensor:
+            x = self.always(x)
+            if flag:
+                x = self.branch(x)
+            return x
+
+    net = Flagged()
+    with pytest.raises(ValueError, match="middle"):
+        ms.value_and_grad(fails, None, list(net.get_parameters()))(ones(2, 3))
+    ms.set_context(mode=ms.GRAPH_MODE)
+    grad_fn = lazycell.grad(net, None, net.trainable_params())
+    assert [len(grad_fn(ones(2, 3), flag)) for flag in (False, True, False)] == [2, 4, 4]
+
+
 def test_keywords_in_graph_mode() -> None:
     """MindSpore's functions refuse keywords there; these put them in their places."""
     net = Branches()

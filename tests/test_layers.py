@@ -363,9 +363,10 @@ class TestWaiting:
         assert type(layer).__name__ == "LazyBatchNorm2d"
 
     def test_operators_refuse(self) -> None:
-        """Nothing computes with a nominal shape."""
+        """Nothing computes with a nominal shape. MindSpore 2.9 prints the reason, and raises an error of its own."""
         parameter = LazyDense(3).weight
-        error = lazycell.UntouchedError if internals.OPERATORS_ASK else RuntimeError
+        asked = internals.OPERATORS_ASK and not ms.__version__.startswith("2.9")
+        error = lazycell.UntouchedError if asked else RuntimeError
         for operate in (ops.relu, ops.ones_like, ops.abs, lambda p: ops.concat([p, p]), lambda p: ones(1, 3) + p):
             with pytest.raises(error):
                 operate(parameter).asnumpy()

@@ -41,10 +41,23 @@ def recording_ended() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if not gradient_running():
-            api._pynative_executor.clear_res()
-            api._pynative_executor.set_grad_flag(False)
+        _end_recording()
         raise
+
+
+def end_forgotten_recording() -> None:
+    """Stop what an exception out of MindSpore's own gradient function has left on.
+
+    While it is on, graphs are run by another way, which takes the first that was compiled of a function.
+    """
+    if api._pynative_executor.grad_flag():
+        _end_recording()
+
+
+def _end_recording() -> None:
+    if not gradient_running():
+        api._pynative_executor.clear_res()
+        api._pynative_executor.set_grad_flag(False)
 
 
 def captured(value: Any) -> tuple[bool, Any]:
