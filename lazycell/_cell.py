@@ -6,7 +6,9 @@ from typing import Any, TypeVar
 
 from mindspore import nn
 
-from lazycell import _construction, _deferral, _touching, _tracking
+from lazycell import _construction, _deferral
+from lazycell import _mindspore as internals
+from lazycell import _touching, _tracking
 from lazycell._errors import UntouchedError, the_first
 from lazycell._live import TouchedParameters, trainable_params
 from lazycell._registry import require_cell, require_tracked
@@ -51,6 +53,8 @@ class LazyCell(nn.Cell):  # type: ignore[misc]
     """
 
     # __module__ stays what it is: MindSpore reads the sources of a net's classes by it.
+
+    compile_phase = internals.compile_phase
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         _construction.prepare(cls)

@@ -125,6 +125,7 @@ def _install() -> None:
             _replace_everywhere(native, _gradient_function(native))
         _replace(nn.Cell, "__new__", staticmethod(_new(nn.Cell.__new__)))
         _replace(nn.Cell, "trainable_params", _trainable_params(nn.Cell.trainable_params))
+        _replace(nn.Cell, "compile_phase", internals.compile_phase)
         for base in internals.OPTIMIZERS:
             _replace(base, "__init__", _optimizer_init(base.__init__))
         _replace_everywhere(internals.LOAD, _load_param_into_net(internals.LOAD))

@@ -87,16 +87,12 @@ def resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def lazycell_calls(function: Callable[[], object], with_guard: bool = True) -> int:
-    """How many functions of lazycell a call runs; the guard of operators before MindSpore 2.9 can be left out."""
-    package = str(Path(lazycell.__file__).parent)
+def _calls(function: Callable[[], object], counts: Callable[[FrameType], bool]) -> int:
     count = 0
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
         nonlocal count
-        ours = event == "call" and frame.f_code.co_filename.startswith(package)
-        if ours and (with_guard or "run_op_async" not in (frame.f_code.co_name, frame.f_back.f_code.co_name)):
-            count += 1
+        count += event == "call" and counts(frame)
 
     sys.setprofile(profile)
     try:
@@ -104,3 +100,19 @@ def lazycell_calls(function: Callable[[], object], with_guard: bool = True) -> i
     finally:
         sys.setprofile(None)
     return count
+
+
+def lazycell_calls(function: Callable[[], object], with_guard: bool = True) -> int:
+    """How many functions of lazycell a call runs; the guard of operators before MindSpore 2.9 can be left out."""
+    package = str(Path(lazycell.__file__).parent)
+
+    def counts(frame: FrameType) -> bool:
+        is_guard = "run_op_async" in (frame.f_code.co_name, frame.f_back.f_code.co_name)
+        return frame.f_code.co_filename.startswith(package) and (with_guard or not is_guard)
+
+    return _calls(function, counts)
+
+
+def all_calls(function: Callable[[], object]) -> int:
+    """How many Python functions a call runs, whoever's."""
+    return _calls(function, lambda frame: True)

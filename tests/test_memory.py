@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import mindspore as ms
 import pytest
-from helpers import lazycell_calls, ones
+from helpers import all_calls, lazycell_calls, ones
 from mindspore import Tensor, nn
 
 import lazycell
@@ -83,6 +84,56 @@ def test_a_settled_net_runs_nothing_of_lazycell() -> None:
     if _mindspore.OPERATORS_ASK:  # before that, some operators pass through a guard
         assert lazycell_calls(lambda: net(ones(1, 2))) == 0
     assert not any(map(_tracking.is_watched, [net, *net.live]))
+
+
+class Mean(nn.Cell):
+    """A loss."""
+
+    def construct(self, x: Tensor) -> Tensor:
+        return x.mean()
+
+
+def settled_graph(base: type[nn.Cell], dead: int, trains: bool) -> Callable[[], object]:
+    """A call of a net in Graph mode, or of a whole training step, that has been compiled."""
+
+    class Branches(base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.live = nn.Dense(2, 2)
+            self.dead = nn.CellList([nn.Dense(2, 2) for _ in range(dead)])
+
+        def construct(self, x: Tensor) -> Tensor:
+            return self.live(x)
+
+    net, x = Branches(), ones(1, 2)
+    called = net
+    if trains:
+        lazycell.dry_run(net, x)
+        called = nn.TrainOneStepCell(nn.SequentialCell(net, Mean()), nn.Momentum(net.trainable_params(), 0.1, 0.9))
+    called(x)
+    return lambda: called(x)
+
+
+@pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
+@pytest.mark.parametrize("trains", [False, True], ids=["forward", "training"])
+@pytest.mark.parametrize("patched", [False, True], ids=["LazyCell", "patched"])
+def test_dead_layers_cost_a_settled_graph_nothing(patched: bool, trains: bool) -> None:
+    """Forty dead layers add no call of any function, MindSpore's own ones included: it tells each cell what runs."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    with lazycell.patch() if patched else nullcontext():
+        base = nn.Cell if patched else lazycell.LazyCell
+        none, many = (all_calls(settled_graph(base, dead, trains)) for dead in (0, 40))
+        assert none == many > 0
+
+
+@pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")
+def test_a_graph_compiled_anew_tells_all_cells() -> None:
+    """What MindSpore keeps on a cell names the graph that it is in."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    net = Net(2)
+    for rows in (1, 2):
+        net(ones(rows, 2))
+        assert {cell.compile_phase for _, cell in net.cells_and_names()} == {net.compile_phase}
 
 
 @pytest.mark.filterwarnings("ignore::lazycell.UnusedLayerWarning")

@@ -139,6 +139,19 @@ def parser_asks(frame: FrameType | None) -> bool:
     return frame is None or is_compiling(frame) or module_of(frame).startswith(_PARSER_MODULES)
 
 
+_native_compile_phase = nn.Cell.compile_phase
+
+
+def _set_compile_phase(cell: nn.Cell, phase: str) -> None:
+    if phase != cell._compile_phase:
+        _native_compile_phase.fset(cell, phase)
+
+
+# MindSpore tells all cells of a net at each call in Graph mode, dead ones too, which graph is about to run. Only a
+# compilation asks for it; so a cell that knows already leaves those below it alone.
+compile_phase = property(_native_compile_phase.fget, _set_compile_phase)
+
+
 def is_layer(cell: nn.Cell) -> bool:
     """Whether a cell is a layer of a net: no optimizer, nor a helper of MindSpore's own.
 
