@@ -106,11 +106,12 @@ def differences(own: list[str]) -> str:
     names = {entry: entry.partition(" ")[0] for entry in everything}
     said = []
     for rank, entries in enumerate(lists):
-        missing = [entry for entry in everything if entry not in set(entries)]
-        if missing:
-            held = {names[entry] for entry in entries}
-            others = [names[entry] if names[entry] not in held else entry for entry in missing]
-            said.append(f"rank {rank} has no {the_first(others)}")
+        held = {names[entry]: entry for entry in entries}
+        missing = [names[entry] for entry in everything if entry not in set(entries)]
+        absent = [name for name in missing if name not in held]
+        other = [held[name] for name in missing if name in held]
+        said += [f"rank {rank} has no {the_first(absent)}"] if absent else []
+        said += [f"rank {rank} has {the_first(other)}"] if other else []
     return "; ".join(said[:4]) or "they have them in different orders"
 
 

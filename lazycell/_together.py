@@ -14,7 +14,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from lazycell import _deferral
 from lazycell import _mindspore as internals
 from lazycell import _ranks, _reading, _touching, _unsized
-from lazycell._errors import LazyCellError
+from lazycell._errors import LazyCellError, the_first
 from lazycell._live import TouchedParameters, parameters_in_order
 
 _UNEQUAL = """\
@@ -27,7 +27,13 @@ the ranks have gradients of different parameters; to reduce them hangs, or adds 
 {details}. Call lazycell.distributed.sync_touched(net) on all ranks, before the first gradients and \
 at every step; give gradient functions a live list, or the net; freeze the same layers on all ranks."""
 
-_VALUES, _TOUCHED = 1, 2  # what agreed() says
+_OTHER_VALUES = """\
+gradients were computed from values that differ from rank to rank: those of {names}, which were added, or got their \
+size, since sync_touched() was last called. Build nets under the same seed on all ranks (mindspore.set_seed), or call \
+sync_touched(net) when layers have been added, and before that lazycell.dry_run(net, inputs) where they infer their \
+size."""
+
+_SEEN, _VALUES, _TOUCHED = 1, 2, 3  # what agreed() says
 _SEED, _DIGEST = 1, 2  # what _origin() begins with
 
 
@@ -55,9 +61,10 @@ def sync(listed: list[tuple[Parameter, bool]]) -> tuple[str, ...]:
     if not met.same_state:
         touched = _ranks.on_any(touched)
         _touch(parameters, touched)
-    new = [p.name for p, is_touched in zip(parameters, touched) if is_touched and agreed(p) < _TOUCHED]
-    _take_values(parameters, touched)
-    return tuple(new)
+    new = _ranks.on_any(list(map(_is_new, parameters, touched)))  # on one rank alone what that has put in anew
+    if any(new):
+        _take_values([(parameter, used) for parameter, used, counts in zip(parameters, touched, new) if counts])
+    return tuple(p.name for p, is_touched, counts in zip(parameters, touched, new) if is_touched and counts)
 
 
 def _broadcast(cell: nn.Cell) -> dict[str, Parameter]:
@@ -122,9 +129,11 @@ def refuse_differing(parameters: list[Parameter]) -> None:
         _compare(parameters, [], "updating parameters")
 
 
-def _compare(parameters: list[Parameter], flags: list[bool], place: str = "computing gradients") -> _ranks.Meeting:
+def _compare(
+    parameters: list[Parameter], flags: list[bool], place: str = "computing gradients", flag: bool = False
+) -> _ranks.Meeting:
     described = _ranks.described(parameters)
-    met = _ranks.meet(place, "\n".join(described).encode(), bytes(flags))
+    met = _ranks.meet(place, "\n".join(described).encode(), bytes(flags), flag)
     if not met.same:
         raise LazyCellError(_GRADIENTS.format(details=_ranks.differences(described)))
     return met
@@ -137,13 +146,16 @@ def _completed(own: Computed, live: TouchedParameters) -> Computed:
     flags = own.flags()
     has = [id(parameter) in place for parameter in everything]
     active = [id(parameter) in place and flags[place[id(parameter)]] for parameter in everything]
-    met = _compare(everything, [*has, *active])
+    met = _compare(everything, [*has, *active], flag=any(agreed(p) < _VALUES for p in own.parameters))
+    if not met.same_state:
+        union = _ranks.on_any([*has, *active])
+        has, active = union[: len(everything)], union[len(everything) :]
+        _touch(everything, has)
+    listed = [(p, is_active) for p, is_listed, is_active in zip(everything, has, active) if is_listed]
+    if met.flagged:
+        _refuse_other_values([parameter for parameter, _ in listed])
     if met.same_state:
         return own
-    union = _ranks.on_any([*has, *active])
-    has, active = union[: len(everything)], union[len(everything) :]
-    _touch(everything, has)
-    listed = [(p, is_active) for p, is_listed, is_active in zip(everything, has, active) if is_listed]
     return Computed(
         [parameter for parameter, _ in listed],
         tuple(own.gradients[place[id(p)]] if id(p) in place else ops.zeros(p.shape, p.dtype) for p, _ in listed),
@@ -151,47 +163,79 @@ def _completed(own: Computed, live: TouchedParameters) -> Computed:
     )
 
 
+def _refuse_other_values(parameters: list[Parameter]) -> None:
+    """Refuse gradients computed from values that ranks have drawn for themselves since the last `sync`."""
+    new = _ranks.on_any([agreed(parameter) < _VALUES for parameter in parameters])
+    fresh = [parameter for parameter, counts in zip(parameters, new) if counts]
+    table = _gathered([_digest(parameter) for parameter in fresh])
+    other = [p.name for p, is_same in zip(fresh, (table == table[0]).all(axis=(0, 2))) if not is_same]
+    if other:
+        raise LazyCellError(_OTHER_VALUES.format(names=the_first(other)))
+    for parameter in fresh:
+        parameter._lazycell_agreed = max(agreed(parameter), _VALUES)
+
+
 # ---------------------------------------------------------------------------------------------
 # Values
 
 
 def agreed(parameter: Parameter) -> int:
-    """What all ranks have in common of a parameter: its initial values, and that it is touched; 0 if nobody knows.
+    """What all ranks have in common of a parameter, at least; 0 if nobody knows.
 
+    That it is there (``_SEEN``: its shape isn't known yet), its initial values (``_VALUES``), and that it is touched.
     What happens to values later is the same on all ranks, or, as with moving statistics, each rank's own.
     """
     return getattr(parameter, "_lazycell_agreed", 0)
 
 
+def _to_agree_on(parameter: Parameter, is_touched: bool) -> int:
+    """What ranks can have in common of a parameter as it is now."""
+    if _unsized.is_unsized(parameter):
+        return _SEEN
+    return _TOUCHED if is_touched else _VALUES
+
+
 def _is_new(parameter: Parameter, is_touched: bool) -> bool:
-    if _unsized.is_unsized(parameter):  # there is nothing to compare yet
-        return False
-    return agreed(parameter) < (_TOUCHED if is_touched else _VALUES)
+    return agreed(parameter) < _to_agree_on(parameter, is_touched)
 
 
-def _take_values(parameters: list[Parameter], touched: list[bool]) -> None:
-    """Let values that differ, and seeds of those to come, be those of rank 0."""
-    own = np.array([_origin(parameter) for parameter in parameters], np.int64)
-    table = internals.gather_from_ranks(own.astype(np.uint32).view(np.int32))
+def _take_values(new: list[tuple[Parameter, bool]]) -> None:
+    """Let values that differ, and seeds of those to come, be those of rank 0.
+
+    Args:
+        new: The same parameters on all ranks, each with whether it is touched.
+    """
+    table = _gathered([_origin(parameter) for parameter, _ in new])
     is_same = (table == table[0]).all(axis=(0, 2))
     all_seeds = (table[:, :, 0] == _SEED).all(axis=0)
-    for index, (parameter, is_touched) in enumerate(zip(parameters, touched)):
+    for index, (parameter, is_touched) in enumerate(new):
         if not is_same[index] and all_seeds[index]:
             low, high = table[0, index, 1:].view(np.uint32).tolist()
             internals.set_seed_of(parameter, low | high << 32)
         elif not is_same[index]:
             _take_values_of_first(parameter)
-        if not _unsized.is_unsized(parameter):
-            parameter._lazycell_agreed = _TOUCHED if is_touched else max(agreed(parameter), _VALUES)
+        parameter._lazycell_agreed = max(agreed(parameter), _to_agree_on(parameter, is_touched))
+
+
+def _gathered(origins: list[tuple[int, int, int]]) -> np.ndarray[Any, Any]:
+    """What each rank gives: an array of ranks, parameters, and three numbers."""
+    own = np.array(origins, np.int64).reshape(-1, 3)
+    return internals.gather_from_ranks(own.astype(np.uint32).view(np.int32))
 
 
 def _origin(parameter: Parameter) -> tuple[int, int, int]:
-    """Where a parameter's values come from: its seed, if it has no storage yet, or a digest of the values."""
-    if agreed(parameter) or _unsized.is_unsized(parameter):
+    """Where a parameter's values come from: its seed, if it has no storage yet, or a digest of the values.
+
+    What ranks have agreed on may have been assigned anew before its first touch. Moving statistics, which no gradient
+    is asked for, may have moved, and are each rank's own.
+    """
+    if _unsized.is_unsized(parameter) or (agreed(parameter) >= _VALUES and not parameter.requires_grad):
         return 0, 0, 0
     seed = internals.seed_of(parameter) if _deferral.is_deferred(parameter) else None
-    if seed is not None:
-        return _SEED, seed & 0xFFFFFFFF, seed >> 32
+    return _digest(parameter) if seed is None else (_SEED, seed & 0xFFFFFFFF, seed >> 32)
+
+
+def _digest(parameter: Parameter) -> tuple[int, int, int]:
     with _with_storage(parameter):
         digest = hashlib.blake2b(parameter.asnumpy().tobytes(), digest_size=8).digest()
     return _DIGEST, int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

@@ -22,8 +22,9 @@ def sync_touched(net: nn.Cell) -> tuple[str, ...]:
     rank hasn't reached contributes zeros; one that any rank has reached in a step is updated on all.
 
     Ranks that have built the net under one seed draw the same values by themselves. Otherwise those of rank 0 count,
-    of what is there as of what is still to be drawn. What a gradient was computed from before the first call isn't
-    taken back.
+    of what is there as of what is still to be drawn, and once more at the first touch. What a gradient was computed
+    from before the first call isn't taken back; of layers that were added since the last call, gradients at differing
+    values are an error.
 
     Where nothing has changed, a call costs one AllReduce of 400 bytes. Without communication, or with one process, it
     does nothing.
@@ -32,7 +33,7 @@ def sync_touched(net: nn.Cell) -> tuple[str, ...]:
         net: A `LazyCell`, or any cell that holds tracked ones; the same net on all ranks.
 
     Returns:
-        The names of the parameters that are touched, and weren't at the last call; the same on all ranks.
+        The names of the parameters that are touched, and weren't at the last call on every rank; the same on all.
 
     Raises:
         TypeError: ``net`` is no cell.

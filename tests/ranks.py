@@ -293,12 +293,13 @@ def readme(rank: int) -> dict[str, Any]:
     text = (Path(lazycell.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```py\n(.*?)```", text, re.DOTALL)
 
-    def forward_fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        logits = names["net"](x)
-        return nn.MSELoss()(logits, y), logits
+    def forward_fn(x: Tensor, y: Tensor) -> Tensor:
+        return nn.MSELoss()(names["net"](x), y)
 
-    names: dict[str, Any] = {"ms": ms, "nn": nn, "lazycell": lazycell, "Net": Net, "forward_fn": forward_fn}
-    names["batches"] = [batch(step)[rank][:2] for step in range(6)]
+    def make_dataset(num_shards: int, shard_id: int) -> list[tuple[Tensor, Tensor]]:
+        return [batch(step)[shard_id][:2] for step in range(6)]
+
+    names: dict[str, Any] = {"Net": Net, "forward_fn": forward_fn, "make_dataset": make_dataset}
     exec(block.replace("\ninit()\n", "\n"), names)  # it has been called
     trained = [*names["net"].trainable_params(), *names["optimizer"].state_dict().values()]
     return {"bits": bits(trained), "deferred": deferred(names["net"])}
@@ -364,6 +365,48 @@ def loaded(rank: int) -> dict[str, Any]:
     late = net.late.weight.asnumpy()
     shared = bits([plain.weight, half[0].weight, net.late.weight])
     return {"late": float(late.min()), "deferred": storage, "bits": shared}
+
+
+def added_later(rank: int) -> dict[str, Any]:
+    """Layers that come, or get their size, after ranks have been synchronized: under one seed, and under others."""
+
+    def first_gradients(value: int) -> tuple[str, tuple[str, ...]]:
+        seed()
+        net, x = Switched(), ops.ones((8, 6))
+        grad_fn = lazycell.grad(lambda x: net(x).sum(), None, net)
+        sync_touched(net)
+        grad_fn(x)
+        sync_touched(net)
+        seed(value)
+        net.stem = nn.Dense(6, 5)
+        error = error_of(lambda: grad_fn(x))
+        return error, sync_touched(net)
+
+    def first_sizes(value: int) -> str:
+        seed(value)
+        net = Unsized()
+        sync_touched(net)
+        return error_of(lambda: lazycell.grad(lambda x: net(x, True).sum(), None, net)(ops.ones((8, 6))))
+
+    alike, joined = first_gradients(0)
+    other, _ = first_gradients(rank)
+    return {"alike": alike, "joined": joined, "other": other, "sizes": [first_sizes(0), first_sizes(rank)]}
+
+
+def assigned_later(rank: int) -> dict[str, Any]:
+    """After the first call, values that a rank assigns to an unused layer, and a layer that one rank alone replaces."""
+    seed()
+    net, x = Net(), ops.ones((8, 6))
+    net(x)
+    sync_touched(net)
+    net.late.weight.set_data(ops.full((5, 5), float(rank)))
+    sync_touched(net)
+    net(x, rank == 0)
+    names = sync_touched(net)
+    if rank == 0:
+        net.head = nn.Dense(5, 2)
+    replaced = sync_touched(net)
+    return {"names": names, "replaced": replaced, "bits": bits([net.late.weight, *net.head.get_parameters()])}
 
 
 def statistics(rank: int) -> dict[str, Any]:

@@ -31,9 +31,9 @@ LIMIT = 280  # seconds
 # What takes its way to the end; what doesn't has a run of its own.
 PEACEFUL = (
     "trained_with_adam", "trained_in_groups", "trained_inside", "trained_in_graph_mode", "trained_by_mindspore",
-    "trained_under_the_patch", "accumulated", "readme", "other_seeds", "loaded", "repeated", "resting", "shared",
-    "frozen", "broadcast", "statistics", "unsynced", "unequal_nets", "without_sizes", "elsewhere",
-    "not_in_data_parallel",
+    "trained_under_the_patch", "accumulated", "readme", "other_seeds", "loaded", "added_later", "assigned_later",
+    "repeated", "resting", "shared", "frozen", "broadcast", "statistics", "unsynced", "unequal_nets", "without_sizes",
+    "elsewhere", "not_in_data_parallel",
 )  # fmt: skip
 
 Results = dict[str, list[Any]]
@@ -171,6 +171,20 @@ def test_loaded_values(results: Results) -> None:
     assert "late.weight" in other["deferred"]
 
 
+def test_layers_that_come_later(results: Results) -> None:
+    """Gradients at values that ranks have drawn for themselves are refused, unless the values are the same."""
+    both = same(results, "added_later")
+    assert both["alike"] == "no error" and both["joined"] == ["stem.weight", "stem.bias"]
+    assert "differ from rank to rank: those of stem.weight," in both["other"]  # biases are zeros
+    assert both["sizes"][0] == "no error" and "those of left.weight," in both["sizes"][1]
+
+
+def test_values_that_are_assigned_later(results: Results) -> None:
+    """At their first use they are those of rank 0; what one rank replaces is new on all."""
+    both = same(results, "assigned_later")
+    assert both["names"] == ["late.weight", "late.bias"] and both["replaced"] == ["head.weight", "head.bias"]
+
+
 def test_mindspores_own_broadcast(results: Results) -> None:
     """Under ``parameter_broadcast`` no dead layer is allocated, and all values are those of rank 0, later ones too."""
     both = same(results, "broadcast")
@@ -211,7 +225,8 @@ def test_frozen_layers(results: Results) -> None:
     both = same(results, "frozen")
     assert "stem.weight" not in both["names"] and len(both["names"]) == 10
     for error in both["errors"]:
-        assert "rank 0 has no head.weight (2, 5) Float32 frozen" in error
+        assert "rank 0 has head.weight (2, 5) Float32, " in error
+        assert "rank 1 has head.weight (2, 5) Float32 frozen" in error
 
 
 def test_one_process() -> None:
@@ -255,7 +270,7 @@ def test_differing_sets(results: Results) -> None:
 def test_unequal_nets(results: Results) -> None:
     """They are an error on all ranks, which names what differs."""
     shapes, layers = same(results, "unequal_nets")
-    assert "rank 1 has no stem.weight (5, 6) Float32" in shapes
+    assert "rank 0 has stem.weight (5, 6) Float32" in shapes and "rank 1 has stem.weight (6, 6) Float32" in shapes
     assert "rank 0 has no more.weight, more.bias" in layers
 
 
@@ -263,8 +278,8 @@ def test_layers_without_sizes(results: Results) -> None:
     """Sized on one rank only, they are an error on all; sized by a dry run on all, they have the values of rank 0."""
     both = same(results, "without_sizes")
     assert both["first"] == [] and len(both["names"]) == 4
-    assert "rank 0 has no left.weight ? Float32" in both["error"]
-    assert "rank 1 has no left.weight (5, 6) Float32" in both["error"] and "lazycell.dry_run(layer" in both["error"]
+    assert "rank 0 has left.weight (5, 6) Float32" in both["error"]
+    assert "rank 1 has left.weight ? Float32" in both["error"] and "lazycell.dry_run(layer" in both["error"]
     ranks.seed(0)
     net = ranks.Unsized()
     for layer in (net.left, net.right):
