@@ -514,8 +514,8 @@ def test_settled_classes_after_a_jitted_function() -> None:
     assert type(net.a._params) is _reading.Parameters
 
 
-def test_a_steady_call_runs_what_the_plain_one_runs() -> None:
-    """Once compiled, a call in Graph mode makes exactly as many Python calls as that of the same net on ``nn.Cell``."""
+def test_a_steady_call_runs_less_than_the_plain_one() -> None:
+    """Once compiled, a call in Graph mode makes fewer Python calls than that of the same net on ``nn.Cell``."""
     nets = both(make)
     ms.set_context(mode=ms.GRAPH_MODE)
     counts = []
@@ -526,4 +526,5 @@ def test_a_steady_call_runs_what_the_plain_one_runs() -> None:
         net(X)
         sys.setprofile(None)
         counts.append(len(calls))
-    assert counts[0] == counts[1]
+    eager, lazy = counts
+    assert 0 < lazy < eager  # MindSpore tells each cell below a plain one what runs
