@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 
 import mindspore as ms
 import numpy as np
 import pytest
-from helpers import bits, both, deferred, is_deferred, names, ones, touched
+from helpers import all_calls, bits, both, deferred, is_deferred, names, ones, touched
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 
@@ -518,13 +517,7 @@ def test_a_steady_call_runs_less_than_the_plain_one() -> None:
     """Once compiled, a call in Graph mode makes fewer Python calls than that of the same net on ``nn.Cell``."""
     nets = both(make)
     ms.set_context(mode=ms.GRAPH_MODE)
-    counts = []
     for net in nets:
         net(X), net(X)
-        calls: list[str] = []
-        sys.setprofile(lambda frame, event, _, calls=calls: calls.append(frame.f_code.co_name))
-        net(X)
-        sys.setprofile(None)
-        counts.append(len(calls))
-    eager, lazy = counts
+    eager, lazy = (all_calls(lambda net=net: net(X)) for net in nets)
     assert 0 < lazy < eager  # MindSpore tells each cell below a plain one what runs
