@@ -175,7 +175,7 @@ def test_layers_that_come_later(results: Results) -> None:
     """Gradients at values that ranks have drawn for themselves are refused, unless the values are the same."""
     both = same(results, "added_later")
     assert both["alike"] == "no error" and both["joined"] == ["stem.weight", "stem.bias"]
-    assert "differ from rank to rank: those of stem.weight," in both["other"]  # biases are zeros
+    assert "differ from rank to rank: those of stem.weight," in both["other"]
     assert both["sizes"][0] == "no error" and "those of left.weight," in both["sizes"][1]
 
 
