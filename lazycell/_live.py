@@ -27,7 +27,7 @@ from lazycell._listed import (
     nobody_looks,
 )
 from lazycell._registry import require_tracked
-from lazycell._touching import Observer, Structure, is_touched, own_parameters, state_of
+from lazycell._touching import Observer, Structure, are_touched, are_used, own_parameters, state_of
 
 _UNTOUCHED = """\
 the touched parameters of {name} were listed before any forward pass of it had completed, so the list is empty \
@@ -87,12 +87,11 @@ class TouchedParameters(NoticingList, Observer):
 
     def _fill(self) -> None:
         """List what counts by now; freezing and unfreezing shows here."""
-        touched = _touching.are_touched(self._all)
-        used = [rank for rank, (_, tracked) in enumerate(self._known) if touched[rank] or not tracked]
+        used = [rank for rank, is_used in enumerate(are_used(self._known)) if is_used]
         self._used = [self._all[rank] for rank in used]
-        self._flags = internals.trainable_flags(self._looked_after())
-        trained = internals.trainable_flags(self._used)
-        self._ranks = [rank for rank, trains in zip(used, trained) if trains]
+        trained = internals.trainable_flags(self._all)
+        self._flags = trained if self._looked_after() is self._all else [trained[rank] for rank in used]
+        self._ranks = [rank for rank in used if trained[rank]]
         counted = [self._all[rank] for rank in self._ranks]
         if list(map(id, counted)) != list(map(id, self._counted)):
             self._leave_graphs()
@@ -105,7 +104,7 @@ class TouchedParameters(NoticingList, Observer):
 
     def _show(self) -> None:
         """List what is touched, and what has been listed for good; all, under the patch, before anything is touched."""
-        self._is_open = Patched.active and not any(_touching.are_touched(self._all))
+        self._is_open = Patched.active and not any(are_touched(self._all))
         if self._only_counted or not (self._is_open or Listed.ever):
             self.set_raw(self._counted)
             return
@@ -276,8 +275,7 @@ class TouchedParameters(NoticingList, Observer):
 
     def graph_finished(self, forget: internals.Forget) -> None:
         """Have a graph compiled again that was built with another list than this is now."""
-        used = (is_touched(p) or not tracked for p, tracked in self._known)
-        if not any(used):  # gradients of nothing leave a graph of nothing
+        if not any(are_used(self._known)):  # gradients of nothing leave a graph of nothing
             raise UntouchedError(_BUILT_IN.format(name=self._name()))
         if list(map(id, self._built_in)) != list(map(id, self.raw())):
             raise internals.StaleGraph

@@ -50,7 +50,7 @@ def sync(listed: list[tuple[Parameter, bool]]) -> tuple[str, ...]:
         LazyCellError: On all ranks, if the nets differ, or a rank does something else.
     """
     parameters = [parameter for parameter, _ in listed]
-    touched = [_touching.is_touched(parameter) or not tracked for parameter, tracked in listed]
+    touched = _touching.are_used(listed)
     described = _ranks.described(parameters)
     is_new = any(map(_is_new, parameters, touched))
     met = _ranks.meet("sync_touched()", "\n".join(described).encode(), bytes(touched), is_new)

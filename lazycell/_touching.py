@@ -155,6 +155,12 @@ def are_touched(parameters: list[Parameter]) -> list[bool]:
     return [get(parameter, "__dict__").get("_lazycell_touched") is not None for parameter in parameters]
 
 
+def are_used(listed: list[tuple[Parameter, bool]]) -> list[bool]:
+    """Which parameters count as used, each given with whether its use can be tracked: where it can't, it counts."""
+    touched = are_touched([parameter for parameter, _ in listed])
+    return [is_touched or not tracked for is_touched, (_, tracked) in zip(touched, listed)]
+
+
 def hold(parameter: Parameter) -> None:
     """Note that a compiled graph may hold a parameter's storage: it must not be taken away any more."""
     parameter._lazycell_held = True

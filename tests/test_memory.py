@@ -93,8 +93,8 @@ class Mean(nn.Cell):
         return x.mean()
 
 
-def settled_graph(base: type[nn.Cell], dead: int, trains: bool) -> Callable[[], object]:
-    """A call of a net in Graph mode, or of a whole training step, that has been compiled."""
+def branches(base: type[nn.Cell], dead: int) -> nn.Cell:
+    """A net with one live layer and some dead ones, all of them trainable."""
 
     class Branches(base):
         def __init__(self) -> None:
@@ -105,7 +105,12 @@ def settled_graph(base: type[nn.Cell], dead: int, trains: bool) -> Callable[[], 
         def construct(self, x: Tensor) -> Tensor:
             return self.live(x)
 
-    net, x = Branches(), ones(1, 2)
+    return Branches()
+
+
+def settled_graph(base: type[nn.Cell], dead: int, trains: bool) -> Callable[[], object]:
+    """A call of a net in Graph mode, or of a whole training step, that has been compiled."""
+    net, x = branches(base, dead), ones(1, 2)
     called = net
     if trains:
         lazycell.dry_run(net, x)
@@ -156,18 +161,8 @@ def test_work_per_layer_does_not_grow(which: str) -> None:
 
 
 def settled_step(dead: int) -> Callable[[], object]:
-    """A training step that has run, of a net with one live layer and some dead ones, all of them trainable."""
-
-    class Branches(lazycell.LazyCell):
-        def __init__(self) -> None:
-            super().__init__()
-            self.live = nn.Dense(2, 2)
-            self.dead = nn.CellList([nn.Dense(2, 2) for _ in range(dead)])
-
-        def construct(self, x: Tensor) -> Tensor:
-            return self.live(x)
-
-    net = Branches()
+    """A training step that has run, of a net with dead layers."""
+    net = branches(lazycell.LazyCell, dead)
     optimizer = lazycell.LazyOptimizer(nn.Momentum, net.trainable_params(), 0.1, 0.9)
 
     def forward(x: Tensor) -> Tensor:
